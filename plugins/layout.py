@@ -1,19 +1,17 @@
-"""Shapes of the KV memory that the kernels work on, and their launches: plain arithmetic.
+"""Shapes of the KV memory that the kernels work on, and what a launch takes: plain arithmetic.
 
 Knows pointers as integers only; neither Triton nor CUDA. Invariant: strides are in elements, of contiguous
-arrays: pool [pages, layers, 2, page_tokens, kv_heads, D] and cache [layers, 2, slots, kv_heads, S, D].
+arrays: pool [pages, layers, 2, page_tokens, kv_heads, D].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
+from wicore_trt.arithmetic import ITEM_BYTES
 
 FLOAT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-BITS_TYPES = {4: "i32", 2: "i16", 1: "u8"}
 
 
 @dataclass(frozen=True)
@@ -46,29 +44,6 @@ class PoolShape:
             "pool_kv": kv,
             "pool_token": token,
             "pool_head": self.head_dim,
-        }
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Linear caches of one layer group in one allocation; `tokens` is S, the entries of a slot."""
-
-    layers: int
-    slots: int
-    kv_heads: int
-    tokens: int
-    head_dim: int
-    dtype: str
-
-    def strides(self) -> dict[str, int]:
-        head = self.tokens * self.head_dim
-        slot = self.kv_heads * head
-        return {
-            "cache_layer": 2 * self.slots * slot,
-            "cache_kv": self.slots * slot,
-            "cache_slot": slot,
-            "cache_head": head,
-            "cache_token": self.head_dim,
         }
 
 
@@ -108,33 +83,3 @@ class Launch(NamedTuple):
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
-
-
-def copy_pages_launch(
-    constants: Mapping[str, Any],
-    pool: Pool,
-    cache: tuple[Any, CacheShape],
-    tables: Tables,
-    copies: Any,
-    max_tokens: int,
-) -> Launch:
-    """Launch `kernels.pages.copy_pages` for `tables.rows` copies (int32[rows, 4] at `copies`). `max_tokens` only sizes
-    the grid: fewer programs complete a longer copy."""
-    shape, pages = cache[1], pool.shape
-    assert (shape.layers, shape.kv_heads, shape.head_dim) == (pages.layers, pages.kv_heads, pages.head_dim)
-    grid = (div_ceil(max_tokens, constants["BLOCK"]), shape.kv_heads, tables.rows * shape.layers * 2)
-    return Launch(
-        grid,
-        {
-            "pool": pool.pointer, "cache": cache[0], "copies": copies, "scales": pool.scales,
-            "cache_tokens": shape.tokens, "layers": shape.layers, **tables.table_arguments(), **pages.strides(),
-            **shape.strides(),
-        },
-    )  # fmt: skip
-
-
-def slide_launch(cache: tuple[Any, CacheShape], moves: Any, n_moves: int) -> Launch:
-    """Launch `kernels.pages.slide` for int32[n_moves, 3] at `moves`."""
-    shape = cache[1]
-    arguments = {"cache": cache[0], "moves": moves, **shape.strides()}
-    return Launch((shape.kv_heads, shape.layers * 2, n_moves), arguments)

@@ -1,12 +1,15 @@
 """Specialisations of the attention kernels made for speed: split decode, its sums, prefill, and masses of pages.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types, configuration and
-on whether the target has E4M3 instructions.
+on whether the target has E4M3 instructions. Arguments of one name have one type and one alignment in all these kernels,
+except arrays whose element type a spec chooses (`pointers`), which are multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from wicore_trt.arithmetic import ITEM_BYTES
 from wicore_trt.errors import ConfigError
@@ -16,7 +19,6 @@ from wicore_trt.plugins.kernels.decode_attention import combine_splits, split_de
 from wicore_trt.plugins.kernels.page_masses import page_logsums, page_masses
 from wicore_trt.plugins.kernels.prefill_attention import paged_prefill
 from wicore_trt.plugins.kernels.segments import add_segment, add_splits, gather_segment
-from wicore_trt.plugins.kernels.specs import kernel_spec
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 E4M3_INSTRUCTIONS = ("sm89", "sm90", "sm100", "sm120")
@@ -30,6 +32,39 @@ MASS_TILE = 4096
 """Elements of keys that `page_logsums` takes at once."""
 MASS_SPAN = 256
 """Keys of one of its programs, unless a page has more."""
+_STRIDES = (
+    *("q_row", "out_row", "pool_page", "pool_layer", "pool_kv", "pool_token", "pool_head", "part_row", "part_head"),
+    "values",
+)
+_INDEX_ARRAYS = ("tables", "positions", "sequences", "cu_seqlens", "first_positions", "kv_lengths", "arrived")
+_FLOAT_ARRAYS = ("scales", "kv_scale", "partials", "stats", "logsums", "masses", "sums", "lse", "part_lse")
+_INTEGERS = (
+    *("table_length", "tokens", "window", "n_sequences", "n_splits", "first", "singles", "pages", "segment"),
+    *("segment_rows", "least_rows", "split_rows", "rows", "part_rows", "last"),
+)
+_TYPES = {
+    **dict.fromkeys(_INDEX_ARRAYS, "*i32"),
+    **dict.fromkeys(_FLOAT_ARRAYS, "*fp32"),
+    **dict.fromkeys(_INTEGERS, "i32"),
+    **dict.fromkeys((*_STRIDES, "table_stride"), "i64"),
+    "softmax_scale": "fp32",
+}
+_ALIGNED = frozenset((*_STRIDES, "partials"))
+
+
+def _kernel_spec(
+    name: str,
+    function: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Constant],
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> KernelSpec:
+    """Specify `function`, whose arguments besides `pointers` (element types by name) and constants are in _TYPES."""
+    types = {**_TYPES, **{n: f"*{t}" for n, t in pointers.items()}}
+    signature = {n: types[n] for n in function.arg_names if n in types and n not in constants}
+    aligned = frozenset(n for n in signature if n in _ALIGNED or n in pointers)
+    return KernelSpec(name, function, signature, constants, aligned, num_warps, num_stages)
 
 
 def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
@@ -73,13 +108,13 @@ def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: De
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"
     )
     pointers = {"q": FLOAT_TYPES[dtype], "out": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return kernel_spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
+    return _kernel_spec(name, split_decode, pointers, constants, config.num_warps, config.num_stages)
 
 
 def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpec:
     constants = {"D": pool.head_dim, "BLOCK_K": config.block_k, "LEAST": config.least}
     name = f"combine_{dtype}_d{pool.head_dim}_k{config.block_k}_l{config.least}"
-    return kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
+    return _kernel_spec(name, combine_splits, {"out": FLOAT_TYPES[dtype]}, constants)
 
 
 def prefill_spec(
@@ -110,27 +145,27 @@ def prefill_spec(
     )
     out = "fp32" if segmented or split else FLOAT_TYPES[dtype]
     pointers = {"q": FLOAT_TYPES[dtype], "out": out, "pool": _pool_type(pool)}
-    spec = kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
+    spec = _kernel_spec(name, paged_prefill, pointers, constants, config.num_warps, config.num_stages)
     return replace(spec, signature={**spec.signature, "key_ends": "*i32"}) if ends else spec
 
 
 def add_splits_spec(pool: PoolShape, dtype: str, heads: int, config: PrefillConfig) -> KernelSpec:
     constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim // 2)}
     name = f"add_splits_{dtype}_d{pool.head_dim}_h{heads}_i{config.splits}"
-    return kernel_spec(name, add_splits, {"out": FLOAT_TYPES[dtype]}, {**constants, "SPLITS": config.splits})
+    return _kernel_spec(name, add_splits, {"out": FLOAT_TYPES[dtype]}, {**constants, "SPLITS": config.splits})
 
 
 def gather_spec(pool: PoolShape, dtype: str, target: str) -> KernelSpec:
     page = pool.page_tokens * pool.kv_heads * pool.head_dim
     constants = {"PAGE": page, "BLOCK": min(GATHER_TILE, 1 << (page - 1).bit_length()), "FP8": _fp8(pool, target)}
     name = f"gather_{pool.dtype}_{dtype}_n{page}"
-    return kernel_spec(name, gather_segment, {"pool": _pool_type(pool), "dense": FLOAT_TYPES[dtype]}, constants)
+    return _kernel_spec(name, gather_segment, {"pool": _pool_type(pool), "dense": FLOAT_TYPES[dtype]}, constants)
 
 
 def add_segment_spec(pool: PoolShape, dtype: str, heads: int) -> KernelSpec:
     constants = {"D": pool.head_dim, "HEADS": heads, "BLOCK": max(1, SUM_TILE // pool.head_dim)}
     pointers = dict.fromkeys(("part", "out"), FLOAT_TYPES[dtype])
-    return kernel_spec(f"add_segment_{dtype}_d{pool.head_dim}_h{heads}", add_segment, pointers, constants)
+    return _kernel_spec(f"add_segment_{dtype}_d{pool.head_dim}_h{heads}", add_segment, pointers, constants)
 
 
 def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> KernelSpec:
@@ -145,10 +180,10 @@ def logsums_spec(pool: PoolShape, dtype: str, heads: int, target: str) -> Kernel
     }  # fmt: skip
     name = f"logsums_{pool.dtype}_{dtype}_d{pool.head_dim}_p{size}_kv{pool.kv_heads}_r{repeat}"
     pointers = {"q": FLOAT_TYPES[dtype], "pool": _pool_type(pool)}
-    return kernel_spec(name, page_logsums, pointers, constants, num_stages=3)
+    return _kernel_spec(name, page_logsums, pointers, constants, num_stages=3)
 
 
 def masses_spec(pool: PoolShape, heads: int) -> KernelSpec:
     rows = 1 << (heads - 1).bit_length()
     constants = {"PAGE_TOKENS": pool.page_tokens, "HEADS": heads, "ROWS": rows, "BLOCK": max(16, 4096 // rows)}
-    return kernel_spec(f"masses_p{pool.page_tokens}_h{heads}", page_masses, {}, constants)
+    return _kernel_spec(f"masses_p{pool.page_tokens}_h{heads}", page_masses, {}, constants)

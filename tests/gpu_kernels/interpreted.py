@@ -27,8 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.dependent import ALONE, ORDINARY
-from wicore_trt.plugins.kernels.pages import copy_pages, slide
-from wicore_trt.plugins.launch import ParameterBlock
 from wicore_trt.plugins.layout import Launch
 
 PATCHED = (
@@ -258,32 +256,8 @@ def launch(spec: KernelSpec, call: Launch, reached: Sequence[torch.Tensor] = ())
 
 
 def uncompiled(spec: KernelSpec) -> CompiledKernel:
-    """A kernel as if compiled, for `AddressLauncher`."""
+    """A kernel as if compiled."""
     arguments = tuple(spec.signature.items())
     symbol = spec.function.__name__
     facts = (spec.name, symbol, "sm0", arguments, spec.aligned, spec.constants, 4, 1, 0, "none", b"")
     return CompiledKernel(*facts, dependent=spec.dependent not in (ORDINARY, ALONE))
-
-
-class AddressLauncher:
-    """`Launcher` for kernels of `uncompiled`: addresses lie in `tensors`, whose types are the kernels' own."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
-        ParameterBlock(kernel).fill_parameters(call.arguments)
-        function = {f.__name__: f for f in (copy_pages, slide)}[kernel.symbol]
-        arguments = dict(call.arguments)
-        for name, type_ in kernel.arguments:
-            if type_.startswith("*") and arguments[name]:
-                arguments[name] = self._at(arguments[name])
-        launch(
-            KernelSpec(kernel.name, function, dict(kernel.arguments), kernel.constants), Launch(call.grid, arguments)
-        )
-
-    def _at(self, address: int) -> torch.Tensor:
-        for t in self._tensors:
-            if t.data_ptr() <= address < t.data_ptr() + t.nbytes:
-                return t.flatten()[(address - t.data_ptr()) // t.itemsize :]
-        raise AssertionError(f"{address:#x} is in none of the tensors")

@@ -54,14 +54,14 @@ def test_kernel_compiles(name: str, target: str) -> None:
 
 
 def test_saved_kernels_come_back(tmp_path: Path) -> None:
-    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    kernel = aot.compile_kernel(SPECS["page_digest"], "sm89")
     aot.save_kernel(kernel, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["slide_bfloat16_d128.cubin", "slide_bfloat16_d128.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page_digest.cubin", "page_digest.json"]
     assert aot.load_kernel(lambda name: (tmp_path / name).read_bytes(), kernel.name) == kernel
 
 
 def test_metadata_says_what_may_be_launched_early() -> None:
-    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    kernel = aot.compile_kernel(SPECS["page_digest"], "sm89")
     early = replace(kernel, dependent=True)
     assert not kernel.dependent and aot.CompiledKernel.from_metadata(early.metadata(), kernel.cubin) == early
     older = kernel.metadata()
@@ -70,7 +70,7 @@ def test_metadata_says_what_may_be_launched_early() -> None:
 
 
 def test_damage_is_reported(tmp_path: Path) -> None:
-    kernel = aot.compile_kernel(SPECS["slide_bfloat16_d128"], "sm89")
+    kernel = aot.compile_kernel(SPECS["page_digest"], "sm89")
     aot.save_kernel(kernel, tmp_path)
     cubin, meta = tmp_path / f"{kernel.name}.cubin", tmp_path / f"{kernel.name}.json"
     cubin.write_bytes(kernel.cubin[:-1])

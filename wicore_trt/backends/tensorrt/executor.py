@@ -16,7 +16,7 @@ import torch
 
 from wicore_trt.backends.tensorrt import plan_io
 from wicore_trt.backends.tensorrt.api import RTX
-from wicore_trt.backends.tensorrt.copies import choose_copier
+from wicore_trt.backends.tensorrt.copies import SlotCopier
 from wicore_trt.backends.tensorrt.plan_io import DECODE, PREFILL, PlanLimits, plan_file
 from wicore_trt.backends.tensorrt.session import (
     PlanSession,
@@ -87,7 +87,7 @@ class TensorRTExecutor:
             by_layer = memory.by_layer(caches)
             self._session = PlanSession(trt, device, plans, constants, by_layer, activations, self._runtime_caches)
             scales = _kv_scales(self.spec, constants, device)
-            self._copies = choose_copier(self.pools, caches, scales, device)
+            self._copies = SlotCopier(self.pools, caches, scales)
             device.synchronize()
         self._page_copies = make_copier(
             self.pools, self.layout.page_tokens, device.stream, overlapping=self.layout.find_overlaps
