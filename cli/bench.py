@@ -1,4 +1,4 @@
-"""`wicore bench`: latency, throughput and perplexity, each figure beside what the machine allows; load at given rates.
+"""`wicore bench`: latency beside what the machine allows, load at given rates or concurrency, and perplexity.
 
 Must not import anything heavy before a command runs. Invariant: standard output carries the tables, or with --json one
 JSON document; progress and warnings go to standard error.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wicore_trt.bench.report import Roof
     from wicore_trt.config import Settings
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, load and perplexity.")
+app = typer.Typer(no_args_is_help=True, help="Measure latency, load and perplexity.")
 
 _WHAT, _WHO, _WHEN, _OUT = (
     partial(typer.Option, rich_help_panel=panel)
@@ -82,45 +82,6 @@ def latency(
     _print_report("latency", target, model, parameters, roof, results, as_json=as_json)
     if not as_json:
         print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
-
-
-@app.command()
-def throughput(
-    engine: EngineOption = None,
-    target: TargetOption = None,
-    requests: Annotated[int, _WHAT(min=1, help="Requests that are measured.")] = 64,
-    concurrency: Annotated[int, _WHAT(min=1, help="Requests open at a time.")] = 8,
-    input_tokens: Annotated[int, _WHAT(min=1, help="Prompt length.")] = 128,
-    output_tokens: Annotated[int, _WHAT(min=1, help="Output length.")] = 64,
-    shared_prefix: Annotated[int, _WHAT(min=0, help="Prompt tokens that all requests share.")] = 0,
-    warmups: Annotated[int, _WHAT(min=0, help="Requests before those.")] = 2,
-    seed: SeedOption = 0,
-    recipe: RecipeOption = None,
-    threads: ThreadsOption = None,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCaOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """So many requests at a time: rates, and distributions of the latencies. `serve` has rates of arrival.
-
-    Tokens are counted from the server's usage. Requests that fail are counted apart and give no latencies.
-    """
-    _require_package("grpc")
-    from wicore_trt.bench.measure import ThroughputCase
-    from wicore_trt.bench.report import throughput_result
-    from wicore_trt.bench.runs import run_throughput
-
-    if shared_prefix >= input_tokens:
-        raise typer.BadParameter("--shared-prefix must be less than --input-tokens.")
-    case = ThroughputCase(requests, input_tokens, output_tokens, concurrency, shared_prefix, seed)
-    settings = _read_settings(engine, recipe, threads, concurrency)
-    measure = partial(run_throughput, case=case, warmups=warmups)
-    measured, model, roof = _measure_target(measure, settings, target, api_key, tls_ca, quiet=as_json)
-    result = throughput_result(measured, case, roof)
-    parameters = {**asdict(case), "warmups": warmups, "threads": threads, "recipe": recipe}
-    _print_report("throughput", target, model, parameters, roof, [result], as_json=as_json)
-    if not as_json:
-        _print_throughput(result)
 
 
 @app.command()
@@ -212,6 +173,7 @@ def serve(
 
     Examples:
       wicore bench serve --target http://127.0.0.1:8000 --rate 2,4,8 --duration 60 --slo ttft=450ms,tpot=40ms
+      wicore bench serve --engine engines/270m --rate inf --max-concurrency 8
       wicore bench serve --target 127.0.0.1:50051 --trace mooncake_conversation.jsonl --requests 500 --rate 1
     """
     given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "plot", "target")}
@@ -364,23 +326,6 @@ def _print_report(
             f"({rates.gemm_dtype}), measured on {rates.device} in this run"
         )
     print()
-
-
-def _print_throughput(result: dict[str, Any]) -> None:
-    from wicore_trt.bench.measure import LATENCIES
-    from wicore_trt.bench.report import LATENCY_KEYS, RATE_KEYS, list_cells
-    from wicore_trt.cli._ui import print_table
-
-    print(
-        f"{result['completed']} requests in {result['duration_s']:.1f} s; {result['prompt_tokens']} prompt tokens, "
-        f"{result['cached_tokens']} of them cached; {result['output_tokens']} output tokens"
-    )
-    for error, count in result["errors"].items():
-        print(f"{count} requests failed: {error}")
-    rates = {"requests": "requests/s", "output": "output tokens/s", "total": "total tokens/s"}
-    print_table("rates", ("figure", "value", "bound", "bound %"), list_cells(result, rates, RATE_KEYS))
-    latencies = {name: name.upper() for name in LATENCIES}
-    print_table("latencies", ("ms", *LATENCY_KEYS), list_cells(result, latencies, LATENCY_KEYS))
 
 
 def _print_results(results: Sequence[dict[str, Any]], head: str) -> None:

@@ -1,4 +1,4 @@
-"""The two benchmarks end to end over the fake engine, and the reports that come out of them."""
+"""The latency benchmark end to end over the fake engine, and the reports that come out of them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ from wicore_trt.bench.bound import (
     ModelCost,
     decode_bound_s,
     prefill_bound_s,
-    request_bound_s,
 )
 from wicore_trt.bench.client import LocalTarget
-from wicore_trt.bench.measure import LatencyCase, ThroughputCase
+from wicore_trt.bench.measure import LatencyCase
 from wicore_trt.bench.report import (
     LATENCY_COLUMNS,
-    LATENCY_KEYS,
     Roof,
     format_cell,
     latency_result,
     latency_row,
-    list_cells,
     make_report,
     rate_figure,
-    throughput_result,
     time_figure,
 )
-from wicore_trt.bench.runs import list_cases, run_latency, run_throughput
+from wicore_trt.bench.runs import list_cases, run_latency
 from wicore_trt.errors import ConfigError, WicoreError
 
 STEP_S = 0.004
@@ -98,32 +94,8 @@ async def test_lengths_beyond_the_context_are_refused_before_anything_runs(lengt
     with pytest.raises(ConfigError, match="context of 1024"):
         await run_latency(spy, [LatencyCase(1, 8, 2), LatencyCase(1, *lengths)], repeats=1, warmups=0, seed=0,
                           progress=quiet)  # fmt: skip
-    with pytest.raises(ConfigError, match="context of 1024"):
-        await run_throughput(spy, ThroughputCase(2, *lengths, 1), warmups=0)
     await spy.target.close()
     assert not spy.requests
-
-
-async def test_throughput_with_a_fixed_concurrency():
-    target = await local()
-    plan = ThroughputCase(12, 24, 6, concurrency=4, shared_prefix=16)
-    result = await run_throughput(target, plan, warmups=2)
-    await target.close()
-    assert result.completed == 12 and result.errors == {}
-    assert result.prompt_tokens == 12 * 24 and result.output_tokens == 12 * 6
-    assert result.cached_tokens >= 12 * 8  # the warm-up left the shared prefix in the cache
-    assert result.requests_per_s == pytest.approx(12 / result.duration_s)
-    assert result.duration_s >= 3 * 6 * STEP_S
-
-
-async def test_throughput_counts_failures_apart_and_raises_when_all_fail():
-    target = await local(max_waiting=2, max_sequences=1)
-    result = await run_throughput(target, ThroughputCase(20, 12, 8, 20), warmups=0)
-    assert result.completed + sum(result.errors.values()) == 20 and result.completed < 20
-    assert all(error.startswith("RESOURCE_EXHAUSTED") for error in result.errors)
-    await target.close()
-    with pytest.raises(WicoreError, match="All 3 requests failed"):
-        await run_throughput(target, ThroughputCase(3, 12, 8, 3), warmups=0)
 
 
 def test_figures_say_how_near_the_bound_they_are():
@@ -155,22 +127,7 @@ async def test_report_of_latency():
                              rates=ROOF.rates, results=[two, one]))  # fmt: skip
 
 
-async def test_report_of_throughput():
-    target = await local()
-    plan = ThroughputCase(6, 24, 3, 4)
-    measured = await run_throughput(target, plan, warmups=0)
-    await target.close()
-    result = throughput_result(measured, plan, ROOF)
-    bound = 1 / request_bound_s(ROOF.cost, ROOF.rates, 4, 24, 3)
-    assert result["requests"]["bound"] == pytest.approx(bound)
-    assert result["output"]["bound"] == pytest.approx(3 * bound)
-    rows = list_cells(result, {"ttft": "TTFT", "e2e": "E2E"}, LATENCY_KEYS)
-    assert [row[0] for row in rows] == ["TTFT", "E2E"] and all(len(row) == 1 + len(LATENCY_KEYS) for row in rows)
-    check_schema(make_report("throughput", target="h:1", model={}, parameters=asdict(plan), rates=None,
-                             results=[result]))  # fmt: skip
-
-
-FIGURES = ("prefill", "decode_step", "decode_rate", "requests", "output", "total", "goodput")
+FIGURES = ("prefill", "decode_step", "decode_rate")
 SUMMARIES = ("ttft", "tpot", "itl", "e2e")
 
 

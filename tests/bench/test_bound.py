@@ -13,7 +13,6 @@ from wicore_trt.bench.bound import (
     decode_bound_s,
     measure_rates,
     prefill_bound_s,
-    request_bound_s,
 )
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 
@@ -92,17 +91,6 @@ def test_bounds_take_the_slower_of_memory_and_arithmetic():
     assert decode_bound_s(cost, slow, 4, 128, 64) == pytest.approx(cost.decode_flops(4, 128, 64) / 1e9)
     assert prefill_bound_s(cost, RATES, 2, 512) == pytest.approx(2 * cost.prefill_flops(512) / 1e12)
     assert prefill_bound_s(cost, replace(RATES, flops=1e18), 2, 512) == pytest.approx(cost.weight_bytes / 100e9)
-
-
-def test_a_request_among_many_pays_its_share_of_the_weights():
-    cost = ModelCost.from_dtypes(B27, "bfloat16", "bfloat16", "bfloat16")
-    fast = replace(RATES, flops=1e18)
-    expected = (cost.weight_bytes + 63 * cost.decode_bytes(8, 128, 64)) / 8 / 100e9
-    assert request_bound_s(cost, fast, 8, 128, 64) == pytest.approx(expected)
-    compute = replace(RATES, read_bytes_per_s=1e18)
-    whole = request_bound_s(cost, compute, 8, 512, 1)
-    assert whole == pytest.approx(cost.prefill_flops(512) / 1e12)
-    assert request_bound_s(cost, compute, 8, 512, 1, cached_tokens=256) < 0.52 * whole
 
 
 def test_rates_of_this_machine_are_plausible():

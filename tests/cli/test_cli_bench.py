@@ -74,18 +74,6 @@ def test_latency_json(engine: Path, capsys: Captured) -> None:
     assert report["results"][0]["decode_step"]["bound"] > 0
 
 
-def test_throughput_of_an_engine(engine: Path, capsys: Captured) -> None:
-    arguments = ["--requests", "5", "--concurrency", "2", *SMALL]
-    assert run_command(["bench", "throughput", "--engine", str(engine), *arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    (result,) = report["results"]
-    assert (result["completed"], result["prompt_tokens"], result["output_tokens"]) == (5, 60, 20)
-    assert report["parameters"]["concurrency"] == 2
-    assert run_command(["bench", "throughput", "--engine", str(engine), *arguments, "--shared-prefix", "8"]) == 0
-    text = capsys.readouterr().out
-    assert "5 requests in " in text and "E2E" in text
-
-
 def test_load_on_an_engine(engine: Path, capsys: Captured) -> None:
     arguments = ["--rate", "50", "--requests", "6", "--turns", "2", "--turn-tokens", "3", *SMALL, "--json"]
     assert run_command(["bench", "serve", "--engine", str(engine), *arguments]) == 0
@@ -99,10 +87,10 @@ def test_load_on_an_engine(engine: Path, capsys: Captured) -> None:
 async def test_a_running_server(engine: Path, capsys: Captured) -> None:
     async with serving() as running:
         where = ["--target", running.address]
-        arguments = ["bench", "throughput", *where, "--requests", "6", "--concurrency", "3", *SMALL]
+        arguments = ["bench", "latency", *where, "--batch", "1", *SMALL, "--repeats", "1"]
         assert await asyncio.to_thread(run_command, arguments) == 0
         text = capsys.readouterr().out
-        assert f"fake kernels, {running.address}" in text and "bounds" not in text and "6 requests" in text
+        assert f"fake kernels, {running.address}" in text and "bounds" not in text
         assert await asyncio.to_thread(run_command, ["bench", "latency", *where, "--batch", "2", *SMALL, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["rates"] is None and report["results"][0]["decode_step"]["bound"] is None
@@ -137,7 +125,6 @@ def test_perplexity_of_two_engines(engine: Path, tmp_path: Path, capsys: Capture
         (["latency", "--engine", "/nowhere"], 4, "does not exist"),
         (["latency", "--engine", "x", "--batch", "1,-2"], 2, "not a list of positive numbers"),
         (["latency", "--engine", "x", "--batch", "1,,2"], 2, "not a list of positive numbers"),
-        (["throughput", "--engine", "x", "--shared-prefix", "128"], 2, "must be less than"),
         (["perplexity", "--engine", "/nowhere"], 4, "does not exist"),
     ],
 )

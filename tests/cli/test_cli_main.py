@@ -21,7 +21,7 @@ from wicore_trt.cli import main as cli
 
 HEAVY = ("torch", "grpc", "numpy", "transformers", "huggingface_hub", "safetensors", "tokenizers", "yaml")
 INNER = [
-    *(["bench", name] for name in ("latency", "throughput", "perplexity")),
+    *(["bench", name] for name in ("latency", "serve", "perplexity")),
     *(["kv", name] for name in ("plan", "inspect", "verify", "purge", "simulate")),
     *(["recipes", name] for name in ("list", "show")),
 ]

@@ -107,20 +107,6 @@ def decode_bound_s(cost: ModelCost, rates: MachineRates, batch: int, input_token
     )
 
 
-def request_bound_s(
-    cost: ModelCost, rates: MachineRates, batch: int, input_tokens: int, output_tokens: int, *, cached_tokens: int = 0
-) -> float:
-    """Shortest time that one request costs an engine that always runs `batch` of them. The KV of `cached_tokens` of the
-    prompt is computed already. Memory and arithmetic can overlap, so the larger of the two sums counts."""
-    memory, arithmetic = cost.weight_bytes / batch, cost.prefill_flops(input_tokens)
-    if cached_tokens:
-        arithmetic -= cost.prefill_flops(cached_tokens)
-    if output_tokens > 1:
-        memory += (output_tokens - 1) * cost.decode_bytes(batch, input_tokens, output_tokens) / batch
-        arithmetic += (output_tokens - 1) * cost.decode_flops(1, input_tokens, output_tokens)
-    return max(memory / rates.read_bytes_per_s, arithmetic / rates.flops)
-
-
 def measure_rates(
     device: str, *, threads: int = 0, read_bytes: int | None = None, gemm_size: int | None = None
 ) -> MachineRates:

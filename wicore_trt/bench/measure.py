@@ -124,24 +124,11 @@ class LatencyPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputCase:
-    """`requests` of equal lengths, `concurrency` at a time."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-    concurrency: int
-    shared_prefix: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Throughput:
     """Rates over the time from the first request's start to the last one's end."""
 
     duration_s: float
     completed: int
-    errors: dict[str, int]
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -158,7 +145,6 @@ class Throughput:
         prompt, output = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
         return cls(
             duration_s=duration, completed=len(good),
-            errors=dict(Counter(r.error for r in records if r.error is not None)),
             requests_per_s=len(good) / duration, output_tokens_per_s=output / duration,
             total_tokens_per_s=(prompt + output) / duration, prompt_tokens=prompt,
             cached_tokens=sum(r.cached_tokens for r in good), output_tokens=output,

@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s, request_bound_s
-from wicore_trt.bench.measure import LATENCIES, LatencyPoint, Load, Summary, Throughput, ThroughputCase
+from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s
+from wicore_trt.bench.measure import LATENCIES, LatencyPoint, Load, Summary
 from wicore_trt.errors import list_installed
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
@@ -81,27 +81,9 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
     }
 
 
-def throughput_result(result: Throughput, case: ThroughputCase | None, roof: Roof | None) -> dict[str, Any]:
-    """Report the rates of a run, with their bounds where `case` and `roof` tell them."""
-    bound = output_bound = None
-    if case is not None and roof is not None:
-        lengths = (case.concurrency, case.input_tokens, case.output_tokens)
-        bound = 1 / request_bound_s(roof.cost, roof.rates, *lengths, cached_tokens=case.shared_prefix)
-        output_bound = bound * case.output_tokens
-    names = ("errors", "duration_s", "completed", "prompt_tokens", "cached_tokens", "output_tokens")
-    return {
-        **{name: getattr(result, name) for name in names},
-        "requests": rate_figure(result.requests_per_s, "requests/s", bound),
-        "output": rate_figure(result.output_tokens_per_s, "tokens/s", output_bound),
-        "total": rate_figure(result.total_tokens_per_s, "tokens/s"),
-        **{name: _in_ms(summary) for name, summary in result.latencies.items()},
-    }
-
-
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
     """Report one run of a load test. `rate` None: a trace at its own times."""
-    answered, good = throughput_result(load.throughput, None, None), load.good
-    del answered["errors"]  # they are in `examples`, by status
+    answered, good = load.throughput, load.good
     return {
         "target": target,
         "rate": "inf" if rate is not None and math.isinf(rate) else rate,
@@ -110,9 +92,13 @@ def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mappi
         "refusal": _in_ms(load.refusal),
         "good": good,
         "good_share": None if good is None else good / load.planned,
-        "goodput": None if good is None else rate_figure(good / load.throughput.duration_s, "requests/s"),
-        **answered,
-        "cached_tokens": answered["cached_tokens"] if load.tells_cached else None,
+        "goodput": None if good is None else rate_figure(good / answered.duration_s, "requests/s"),
+        **{name: getattr(answered, name) for name in ("duration_s", "completed", "prompt_tokens", "output_tokens")},
+        "requests": rate_figure(answered.requests_per_s, "requests/s"),
+        "output": rate_figure(answered.output_tokens_per_s, "tokens/s"),
+        "total": rate_figure(answered.total_tokens_per_s, "tokens/s"),
+        **{name: _in_ms(summary) for name, summary in answered.latencies.items()},
+        "cached_tokens": answered.cached_tokens if load.tells_cached else None,
         "tier_hit_tokens": dict(tier_hits),
         "uncounted": load.uncounted,
         "client": {
@@ -210,7 +196,7 @@ def latency_row(result: Mapping[str, Any]) -> Row:
     )
 
 
-RATE_KEYS, LATENCY_KEYS = ("value", "bound", "percent"), ("mean", "p50", "p90", "p99")
+LATENCY_KEYS = ("mean", "p50", "p90", "p99")
 
 
 def list_cells(result: Mapping[str, Any], names: Mapping[str, str], keys: Sequence[str]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Two benchmarks: fixed batches of fixed lengths (latency), and a fixed number of open requests (throughput).
+"""The latency benchmark: fixed batches of fixed lengths.
 
 Decides what is sent and how often; must not know transports or machines. Invariants: every measured prompt is new to
 the target; a latency figure stands on requests that all succeeded.
@@ -10,22 +10,18 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import count
 
 from wicore_trt.bench.client import Target
-from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import (
     LatencyCase,
     LatencyPoint,
     RequestRecord,
-    Throughput,
-    ThroughputCase,
     summarize_latencies,
 )
-from wicore_trt.bench.workload import BenchRequest, LoadShape, PromptPart, WordList, sessions_of
+from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
 from wicore_trt.errors import ConfigError, WicoreError
-from wicore_trt.progress import Progress, ignore_progress
+from wicore_trt.progress import Progress
 
 
 def list_cases(batches: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[LatencyCase]:
@@ -81,24 +77,6 @@ async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tup
     if failed:
         raise WicoreError(f"A request failed: {failed}.", fix="Look into the server's log.")
     return seconds, records
-
-
-async def run_throughput(
-    target: Target, case: ThroughputCase, *, warmups: int, progress: Progress = ignore_progress
-) -> Throughput:
-    """Send the case's requests after `warmups` that are not counted. Raises ConfigError for lengths beyond the target's
-    context, WicoreError when not one request succeeds."""
-    check_context(target, case.input_tokens, case.output_tokens)
-    shape = LoadShape((case.input_tokens,), (case.output_tokens,), shared_prefix=case.shared_prefix)
-    sessions = sessions_of(shape, [0.0] * (warmups + case.requests), seed=case.seed, run="throughput")
-    vocabulary = WordList(target.info.vocab_size, seed=case.seed)
-    send = partial(run_load, target, vocabulary=vocabulary, options=LoadOptions(case.concurrency, timeout_s=None))
-    if warmups:
-        await send(sessions[:warmups])
-    load = await send(sessions[warmups:], progress=progress, phase="measuring requests")
-    if not load.throughput.completed:
-        raise WicoreError(f"All {case.requests} requests failed: {next(iter(load.throughput.errors))}.")
-    return load.throughput
 
 
 def check_context(target: Target, input_tokens: int, output_tokens: int) -> None:
