@@ -173,7 +173,6 @@ def serve(
 
     Examples:
       wicore bench serve --target http://127.0.0.1:8000 --rate 2,4,8 --duration 60 --slo ttft=450ms,tpot=40ms
-      wicore bench serve --engine engines/270m --rate inf --max-concurrency 8
       wicore bench serve --target 127.0.0.1:50051 --trace mooncake_conversation.jsonl --requests 500 --rate 1
     """
     given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "plot", "target")}

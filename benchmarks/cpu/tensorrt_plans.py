@@ -45,7 +45,7 @@ def requests(model: str, dtype: str, target: str, limits: PlanLimits) -> list[Pl
         TensorSpec(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
         for weight in find_weights(found, spec, base)
     ]
-    return [PlanRequest(spec, limits, weights, base, base, 1, target, phase) for phase in PHASES]
+    return [PlanRequest(spec, limits, weights, base, base, target, phase) for phase in PHASES]
 
 
 class PeakMemory:

@@ -1,13 +1,13 @@
-"""TensorRT's attention, KV cache update, rotary embedding and collectives on carriers.
+"""TensorRT's attention, KV cache update and rotary embedding on carriers.
 
-Same contract as `evaluator_layers`, but a collective takes and returns one array per rank. Invariant: what a token
+Same contract as `evaluator_layers`. Invariant: what a token
 must not see is not read (entries beyond key_value_lengths), or shows: a query that sees nothing is NaN, and a masked
 entry that holds NaN makes the result NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,21 +109,9 @@ def rotary_embedding(step: Any, x: Array, cos: Array, sin: Array, positions: Arr
     return out
 
 
-def dist_collective(step: Any, parts: Sequence[Array], operation: str) -> list[Array]:
-    """The ranks' results of "all_reduce_sum" (in float64, rounded once) or "all_gather" (stacked on dimension 0)."""
-    require(step.layer.num_ranks == len(parts), f"{len(parts)} ranks, the layer has {step.layer.num_ranks}")
-    require(len({p.shape for p in parts}) == 1, "parts of different shapes")
-    if operation == "all_gather":
-        return [np.concatenate(parts)] * len(parts)
-    require(operation == "all_reduce_sum" and step.output_type == "FLOAT", f"{operation} of {step.output_type}")
-    total = np.sum(np.stack(parts), axis=0, dtype=np.float64).astype(np.float32)
-    return [total] * len(parts)
-
-
 LAYERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ATTENTION_INPUT": ("IAttentionInputLayer", attention_input),
     "ATTENTION_OUTPUT": ("IAttentionOutputLayer", attention_output),
     "KV_CACHE_UPDATE": ("IKVCacheUpdateLayer", kv_cache_update),
     "ROTARY_EMBEDDING": ("IRotaryEmbeddingLayer", rotary_embedding),
-    "DIST_COLLECTIVE": ("IDistCollectiveLayer", dist_collective),
 }

@@ -17,13 +17,12 @@ What the bindings (1.7.1.116) do, found by experiment:
   query, key, value, mask, normalization scale, query_lengths, key_value_lengths (absent ones are None or cut off).
 - IConstantLayer.weights is flat numpy, or `Weights` without a way to its data for bf16 and fp8.
 - Attributes that an input overrides must not be read (TensorRT logs an error and returns None or -1).
-- IDistCollectiveLayer tells num_ranks but neither operation nor groups: the caller passes `collectives`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,66 +71,39 @@ def evaluate(network: Any, feeds: Feeds) -> dict[str, torch.Tensor]:
     return Evaluator(network).evaluate(feeds)
 
 
-def evaluate_ranks(
-    network: Any, feeds: Sequence[Feeds], collectives: Mapping[str, str]
-) -> list[dict[str, torch.Tensor]]:
-    """The outputs of each rank; all ranks run the same network in lockstep, layer by layer."""
-    return Evaluator(network, [{} for _ in feeds], collectives=collectives).evaluate_ranks(feeds)
-
-
 class Evaluator:
     """A network with its weights bound, to be evaluated many times.
 
     `weights` are feeds that stay: converted to float32 once (tensors over the same memory once for all); they must
-    not be changed afterwards. A sequence gives one mapping per rank. `profile` is an IOptimizationProfile: every feed
-    must lie in it. `collectives` says what each DIST_COLLECTIVE layer does ("all_reduce_sum" or "all_gather"), as the
-    bindings do not tell.
+    not be changed afterwards. `profile` is an IOptimizationProfile: every feed must lie in it.
     """
 
-    def __init__(
-        self,
-        network: Any,
-        weights: Feeds | Sequence[Feeds] = (),
-        *,
-        profile: Any = None,
-        collectives: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, network: Any, weights: Feeds | None = None, *, profile: Any = None) -> None:
         self._trt = sys.modules[type(network).__module__]
         if not network.get_flag(self._trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED):
             raise NotImplementedError("the network is not strongly typed")
         self._inputs = {t.name: t for t in (network.get_input(i) for i in range(network.num_inputs))}
         self._outputs = {t.name: t.dtype.name for t in (network.get_output(i) for i in range(network.num_outputs))}
         self._profile = profile
-        self._collectives = dict(collectives or {})
         self._steps: list[Step] = []
         self._names = set(self._inputs)
         for i in range(network.num_layers):
             self._read(network.get_layer(i))
-        used = {s.name for s in self._steps if s.kind == "DIST_COLLECTIVE"}
-        if used != set(self._collectives):
-            raise ValueError(f"collectives {sorted(self._collectives)}, but the network has {sorted(used)}")
-        ranks = [weights] if isinstance(weights, Mapping) else list(weights) or [{}]
         cache: dict[Any, np.ndarray] = {}
-        self._weights = [{n: tuple(feed.shape) for n, feed in rank.items()} for rank in ranks]
-        self._fixed = [{n: self._carrier(n, feed, cache) for n, feed in rank.items()} for rank in ranks]
+        self._weights = {n: tuple(feed.shape) for n, feed in (weights or {}).items()}
+        self._fixed = {n: self._carrier(n, feed, cache) for n, feed in (weights or {}).items()}
         self._compute_fixed()
 
     def evaluate(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         """All marked outputs; `feeds` has exactly the inputs that are not bound as weights."""
-        return self.evaluate_ranks([feeds])[0]
-
-    def evaluate_ranks(self, feeds: Sequence[Feeds]) -> list[dict[str, torch.Tensor]]:
-        if len(feeds) != len(self._weights):
-            raise ValueError(f"feeds of {len(feeds)} ranks, weights of {len(self._weights)}")
-        values = [self._bind(rank, given) for rank, given in enumerate(feeds)]
+        values = self._bind(feeds)
         last_use = {n: i for i, s in enumerate(self._steps) for n in s.inputs if n not in self._outputs}
         for index, step in enumerate(self._steps):
             self._run(step, values)
             for name in step.inputs:
                 if name is not None and last_use.get(name) == index:
-                    for rank in values:
-                        rank.pop(name, None)
-        return [{n: _result(rank[n], kind) for n, kind in self._outputs.items()} for rank in values]
+                    values.pop(name, None)
+        return {n: _result(values[n], kind) for n, kind in self._outputs.items()}
 
     def _read(self, layer: Any) -> None:
         kind = self._trt.ILayer.type.fget(layer).name
@@ -165,30 +137,26 @@ class Evaluator:
         """What depends on constants and weights alone, dequantized weights above all, is computed once."""
         later = []
         for step in self._steps:
-            if all(n is None or n in self._fixed[0] for n in step.inputs):
+            if all(n is None or n in self._fixed for n in step.inputs):
                 self._run(step, self._fixed)
             else:
                 later.append(step)
         self._steps = later
 
-    def _run(self, step: Step, values: list[dict[str, np.ndarray]]) -> None:
+    def _run(self, step: Step, values: dict[str, np.ndarray]) -> None:
         try:
             with np.errstate(all="ignore"), torch.inference_mode():
-                arguments = [[None if n is None else rank[n] for n in step.inputs] for rank in values]
-                if step.kind == "DIST_COLLECTIVE":
-                    results = step.compute(step, [a[0] for a in arguments], self._collectives[step.name])
-                else:
-                    results = [round_to(step.compute(step, *a), step.output_type) for a in arguments]
-            for rank, result in zip(values, results, strict=True):
-                assert _fits(result.shape, step.shape), f"computed {result.shape}, TensorRT inferred {step.shape}"
-                assert result.dtype == carrier_type(step.output_type), (result.dtype, step.output_type)
-                rank[step.output] = result
+                arguments = [None if n is None else values[n] for n in step.inputs]
+                result = round_to(step.compute(step, *arguments), step.output_type)
+            assert _fits(result.shape, step.shape), f"computed {result.shape}, TensorRT inferred {step.shape}"
+            assert result.dtype == carrier_type(step.output_type), (result.dtype, step.output_type)
+            values[step.output] = result
         except Exception as error:
             error.add_note(f"in layer {step.name!r} ({step.kind})")
             raise
 
-    def _bind(self, rank: int, feeds: Feeds) -> dict[str, np.ndarray]:
-        bound = self._weights[rank]
+    def _bind(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        bound = self._weights
         given, needed = set(feeds) | set(bound), set(self._inputs)
         if given != needed or set(feeds) & set(bound):
             raise ValueError(
@@ -202,7 +170,7 @@ class Evaluator:
                 dimension = self._inputs[name].get_dimension_name(axis)
                 if dimension and named.setdefault(dimension, (size, name))[0] != size:
                     raise ValueError(f"dimension {dimension!r} is {size} in {name}, but {named[dimension]}")
-        return self._fixed[rank] | {n: self._carrier(n, feed, {}) for n, feed in feeds.items()}
+        return self._fixed | {n: self._carrier(n, feed, {}) for n, feed in feeds.items()}
 
     def _carrier(self, name: str, feed: Feed, cache: dict[Any, np.ndarray]) -> np.ndarray:
         if name not in self._inputs:

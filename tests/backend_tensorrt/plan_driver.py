@@ -27,33 +27,10 @@ from wicore_trt.backends.tensorrt.plan_io import (
     TensorSpec,
     weight_tensors,
 )
-from wicore_trt.checkpoint.names import unified_tensors
-from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.model.spec import GROUPS, LOCAL, Gemma3Spec
 
 trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
-
-
-def shard(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], rank: int, tp_size: int) -> dict[str, torch.Tensor]:
-    """The rank's part of a unified checkpoint's tensors; scales go with their weight's rows."""
-    parts = dict(tensors)
-    for unified in unified_tensors(spec):
-        if unified.name not in tensors:
-            continue
-        cut = shard_of(unified, spec, rank, tp_size)
-        group = spec.layer_group(LOCAL)
-        stacked = (0, group.q_size, group.q_size + group.kv_size)  # rows are those of each stacked source
-        pick = [torch.arange(*rows) + first for rows, first in zip(cut.rows, stacked, strict=False)]
-        columns = slice(*(cut.columns or (None, None)))
-        whole = tensors[unified.name]
-        bits = whole.view(torch.uint8) if whole.dtype == torch.float8_e4m3fn else whole
-        part = bits[torch.cat(pick)]
-        part = part[:, columns] if part.dim() > 1 else part
-        parts[unified.name] = part.contiguous().view(whole.dtype)
-        if unified.scale_name in tensors:
-            parts[unified.scale_name] = tensors[unified.scale_name][torch.cat(pick)].contiguous()
-    return parts
 
 
 def weight_feeds(inputs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,10 +67,10 @@ def make_rope_tables(spec: Gemma3Spec, inputs: Sequence[TensorSpec]) -> dict[str
 
 @dataclass
 class Slot:
-    """One sequence's linear caches [kv_heads, entries, head_dim], one dict per rank. `tokens` is their number so far;
+    """One sequence's linear caches [kv_heads, entries, head_dim]. `tokens` is their number so far;
     entry 0 of a group's cache is position `base[group]`."""
 
-    caches: list[dict[str, torch.Tensor]]
+    caches: dict[str, torch.Tensor]
     tokens: int = 0
     base: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0))
 
@@ -103,36 +80,22 @@ class PlanDriver:
 
     def __init__(
         self, spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor], path: Path, limits: PlanLimits, *,
-        dtype: str, kv_dtype: str | None = None, tp_size: int = 1,
+        dtype: str, kv_dtype: str | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.limits, self.dtype = spec, limits, dtype
-        ranks = [shard(spec, tensors, rank, tp_size) for rank in range(tp_size)]
-        for rank, parts in enumerate(ranks):
-            save_file({n: t.contiguous() for n, t in parts.items()}, path / f"rank{rank}.safetensors")
-        files = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-        weights = weight_tensors(files, spec, kv_dtype or dtype)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path / "rank0.safetensors")
+        weights = weight_tensors(path / "rank0.safetensors", spec, kv_dtype or dtype)
         self.networks, self.inputs, self.evaluators = {}, {}, {}
         self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         for phase in PHASES:
-            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, tp_size, "sm89", phase)
+            request = PlanRequest(spec, limits, weights, dtype, kv_dtype or dtype, "sm89", phase)
             network, io = make_network(trt, self._builder, request)
-            bound = []
-            for rank, parts in enumerate(ranks):
-                feeds = weight_feeds(io, parts) | make_rope_tables(spec, io)
-                if tp_size > 1:
-                    feeds["first_token"] = torch.tensor([rank * spec.vocab_size // tp_size], dtype=torch.int32)
-                bound.append(feeds)
-            names = [network.get_layer(i).name for i in range(network.num_layers)]
-            kinds = {"sum": "all_reduce_sum", "gather": "all_gather"}
-            collectives = {n: kinds[n.rsplit(".", 2)[1]] for n in names if _is_collective(network, names.index(n))}
             self.networks[phase], self.inputs[phase] = network, io
-            self.evaluators[phase] = Evaluator(network, bound, collectives=collectives)
-        self.ranks = tp_size
+            self.evaluators[phase] = Evaluator(network, weight_feeds(io, tensors) | make_rope_tables(spec, io))
 
     def new_slot(self) -> Slot:
         shapes = [t for t in self.inputs[PREFILL] if t.kind == "cache"]
-        make = lambda: {t.name: torch.full(t.shape[1:], torch.nan, dtype=TORCH[t.dtype]) for t in shapes}  # noqa: E731
-        return Slot([make() for _ in range(self.ranks)])
+        return Slot({t.name: torch.full(t.shape[1:], torch.nan, dtype=TORCH[t.dtype]) for t in shapes})
 
     def prefill(self, slot: Slot, token_ids: list[int]) -> torch.Tensor:
         """Logits [vocab] after the chunk's last token."""
@@ -164,19 +127,14 @@ class PlanDriver:
             ]
             feeds[plan_io.write_indices(group)] = torch.tensor(first, dtype=torch.int32)
             feeds[plan_io.kv_lengths(group)] = torch.tensor([f + count for f in first], dtype=torch.int32)
-        ranks = []
-        for rank in range(self.ranks):
-            stacked = {n: torch.stack([s.caches[rank][n] for s in slots]) for n in slots[0].caches[rank]}
-            ranks.append(feeds | stacked)
-        results = self.evaluators[phase].evaluate_ranks(ranks)
-        for rank, result in enumerate(results):
-            for row, slot in enumerate(slots):
-                for name in slot.caches[rank]:
-                    slot.caches[rank][name] = result[plan_io.updated(name)][row]
+        stacked = {n: torch.stack([s.caches[n] for s in slots]) for n in slots[0].caches}
+        result: dict[str, torch.Tensor] = self.evaluators[phase].evaluate(feeds | stacked)
+        for row, slot in enumerate(slots):
+            for name in slot.caches:
+                slot.caches[name] = result[plan_io.updated(name)][row]
         for slot, tokens in zip(slots, token_ids, strict=True):
             slot.tokens += count if tokens is not None else 0
-        assert all(torch.equal(results[0]["logits"], r["logits"]) for r in results)
-        return results[0]["logits"]
+        return result["logits"]
 
     def _slide(self, slot: Slot, count: int) -> None:
         """Make room for `count` tokens in the local caches, and poison what was given up."""
@@ -186,16 +144,10 @@ class PlanDriver:
         if length + count < self.limits.entries(self.spec, LOCAL):
             return
         keep = min(length, self.spec.sliding_window - 1)
-        for caches in slot.caches:
-            for layer in self.spec.layers_of(LOCAL):
-                for part in ("k", "v"):
-                    old = caches[plan_io.cache(part, layer)]
-                    new = torch.full_like(old, torch.nan)
-                    new[:, :keep] = old[:, length - keep : length]
-                    caches[plan_io.cache(part, layer)] = new
+        for layer in self.spec.layers_of(LOCAL):
+            for part in ("k", "v"):
+                old = slot.caches[plan_io.cache(part, layer)]
+                new = torch.full_like(old, torch.nan)
+                new[:, :keep] = old[:, length - keep : length]
+                slot.caches[plan_io.cache(part, layer)] = new
         slot.base[LOCAL] = slot.tokens - keep
-
-
-def _is_collective(network: Any, index: int) -> bool:
-    layer = network.get_layer(index)
-    return bool(trt.ILayer.type.__get__(layer) == trt.LayerType.DIST_COLLECTIVE)

@@ -47,7 +47,7 @@ def fake_engine(
         profile = limits.profile(phase)
         listed = [
             *plan_io.step_tensors(spec, limits),
-            *weight_tensors([weights], spec, kv_dtype),
+            *weight_tensors(weights, spec, kv_dtype),
             *caches,
             *plan_io.output_tensors(spec, caches),
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from network_evaluator import Evaluator, evaluate, evaluate_ranks
+from network_evaluator import Evaluator, evaluate
 from small_network import FLOATS, SmallNetwork, trt
 
 Tensor = torch.Tensor
@@ -336,31 +336,3 @@ def test_constants_that_the_bindings_hide_are_refused(net: SmallNetwork) -> None
     net.output("c", net.network.add_constant((3,), trt.Weights(trt.bfloat16, held.data_ptr(), 3)))
     with pytest.raises(NotImplementedError, match="BF16"):
         net.evaluate()
-
-
-def test_ranks_in_lockstep(net: SmallNetwork) -> None:
-    """A linear layer split by columns and summed, then one split by rows and gathered: as on one rank."""
-    a, w, v = random(5, 8), random(6, 8), random(10, 6)
-    kinds = trt.MatrixOperation
-    x, first, second = (
-        net.dynamic_input(n, s, torch.float32) for n, s in (("x", (-1, 4)), ("w", (6, 4)), ("v", (5, 6)))
-    )
-    part = net.network.add_matrix_multiply(x, kinds.NONE, first, kinds.TRANSPOSE).get_output(0)
-    none = trt.ReduceOperation.NONE
-    total = net.network.add_dist_collective(
-        part, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, [0, 1]
-    )
-    y = net.network.add_matrix_multiply(second, kinds.NONE, total.get_output(0), kinds.TRANSPOSE).get_output(0)
-    gathered = net.network.add_dist_collective(y, trt.CollectiveOperation.ALL_GATHER, none, -1, [0, 1])
-    total.name, gathered.name, total.num_ranks, gathered.num_ranks = "total", "gathered", 2, 2
-    net.output("y", gathered)
-    feeds = [{"x": a[:, s], "w": w[:, s], "v": v[t]} for s, t in ((slice(4), slice(5)), (slice(4, 8), slice(5, 10)))]
-    names = {"total": "all_reduce_sum", "gathered": "all_gather"}
-    results = evaluate_ranks(net.network, feeds, names)
-    assert len(results) == 2
-    for rank in results:
-        torch.testing.assert_close(rank["y"], v @ (a @ w.T).T, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="collectives"):
-        evaluate_ranks(net.network, feeds, {"total": "all_reduce_sum"})
-    with pytest.raises(NotImplementedError, match="ranks"):
-        evaluate_ranks(net.network, feeds[:1], names)

@@ -34,9 +34,9 @@ class RealNetworks:
     def __init__(self, spec: Gemma3Spec, weights: list[plan_io.TensorSpec], dtype: str, kv_dtype: str) -> None:
         self._builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         self._networks = {
-            phase: make_network(
-                trt, self._builder, PlanRequest(spec, LIMITS, weights, dtype, kv_dtype, 1, "sm89", phase)
-            )[0]
+            phase: make_network(trt, self._builder, PlanRequest(spec, LIMITS, weights, dtype, kv_dtype, "sm89", phase))[
+                0
+            ]
             for phase in PHASES
         }
         self._evaluators = {phase: Evaluator(network) for phase, network in self._networks.items()}
@@ -61,7 +61,9 @@ def test_built_networks_and_runtime_agree_with_the_torch_executor(
     engine = fake_engine(tmp_path / "e", model.spec, tensors, dtype=dtype, kv_dtype=kv_dtype, limits=LIMITS)
     device = FakeDevice()
     module = fake_tensorrt(device)
-    module.network = RealNetworks(model.spec, weight_tensors(engine.rank_files, model.spec, kv_dtype), dtype, kv_dtype)
+    module.network = RealNetworks(
+        model.spec, weight_tensors(engine.rank_files[0], model.spec, kv_dtype), dtype, kv_dtype
+    )
     settings = ExecutorOptions(device="cpu", kernels="torch", page_tokens=8, kv_pages=PAGES)
     drivers = [
         PagedDriver(executor_of(engine, device, module, kv_pages=PAGES), 1),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from wicore_trt.backends.tensorrt import api
 from wicore_trt.backends.tensorrt import build as backend
 from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.build import plan_requests
-from wicore_trt.backends.tensorrt.plan_build import BuildLog, PlanRequest, hash_network, make_monitor, make_network
+from wicore_trt.backends.tensorrt.plan_build import BuildLog, PlanRequest, hash_network, make_network
 from wicore_trt.backends.tensorrt.plan_io import INDEX, PHASES, TensorSpec
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
@@ -164,6 +164,7 @@ def test_the_hash_of_a_network_tells_longer_contexts_apart(built: Built, tmp_pat
         (("sm89", "sm80"), {"dtype": "fp8"}, "target 'sm80' has no fp8 arithmetic"),
         (("sm80",), {"kv_dtype": "fp8"}, "no fp8 arithmetic"),
         (("sm89",), {"dtype": "bfloat16", "kv_dtype": "float16"}, "Use --kv-dtype bfloat16 or fp8"),
+        (("sm89",), {"tp_size": 2}, "runs one rank, not 2"),
         (("sm89",), {"max_batch": 0}, "max_batch must be positive"),
     ],
 )
@@ -225,8 +226,7 @@ def test_a_plan_that_tensorrt_refuses_carries_its_reason(
 
 
 def test_progress_grows_to_the_end(built: Built) -> None:
-    seen = built.progress
-    assert seen[-1] == (2000, 2000) and seen == sorted(seen) and len({done for done, _ in seen}) > 5
+    assert built.progress == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_a_cancelled_build_ends(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,18 +248,6 @@ def test_a_worker_that_dies_is_an_error(
     (tmp_path / "sitecustomize.py").write_text("import os, sys\nprint('out of luck')\nsys.stdout.flush()\nos._exit(9)")
     with pytest.raises(EnvironmentUnfitError, match="ended with exit code 9: out of luck"):
         build(make_source(), tmp_path / "engine")
-
-
-def test_a_phase_is_one_step_of_its_parent() -> None:
-    seen: list[float] = []
-    monitor = make_monitor(trt, seen.append)
-    monitor.phase_start("whole", None, 4)
-    monitor.phase_start("part", "whole", 2)
-    assert monitor.step_complete("part", 0) and seen == [0.125]
-    monitor.phase_finish("part")
-    assert monitor.step_complete("whole", 0) and seen == [0.125, 0.25]
-    monitor.phase_start("part", "whole", 2)
-    assert monitor.step_complete("part", 0) and seen[-1] == 0.375
 
 
 def test_log_lines() -> None:
@@ -287,14 +275,15 @@ def test_plans_come_in_the_order_of_their_requests(
     ended = {file: threading.Event() for file in (f"{r.target}.{r.phase}.plan" for r in requests)}
     order: list[str] = []
 
-    def finish(file: str, request: PlanRequest, report: Callable[[float], None]) -> str:
+    def finish(worker: None, request: PlanRequest, plan: Path) -> str:
+        file = plan.name
         if request.phase == PHASES[0]:
             assert ended[f"{request.target}.{PHASES[1]}.plan"].wait(60)
         order.append(file)
         ended[file].set()
         return file
 
-    monkeypatch.setattr(backend, "start", lambda request, file, cache: file.name)
+    monkeypatch.setattr(backend, "start", lambda: None)
     monkeypatch.setattr(backend, "finish", finish)
     monkeypatch.setattr(backend.os, "cpu_count", lambda: 2)
     assert backend.build_plans(find_tensorrt(), requests, tmp_path, ignore_progress) == list(ended) != order

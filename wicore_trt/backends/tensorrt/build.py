@@ -3,9 +3,6 @@
 Files in the engine directory: `plans/<target>.<phase>.plan`, and `plans/plans.json` with each plan's inputs, outputs,
 contents and builder. Must not know the network. Invariants: a plan holds no weights, so the engine's safetensors serve
 every target; what cannot be built is refused before any work.
-
-Full TensorRT's timing cache is a file per version and target in the user's cache directory. RTX plans are finished on
-the GPU that loads them and have no timing cache.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from wicore_trt.backends.tensorrt.plan_io import (
     plan_file,
     weight_tensors,
 )
-from wicore_trt.checkpoint.demo import cache_directory
 from wicore_trt.engine.options import BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
@@ -54,6 +50,7 @@ PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
 class TensorRTBackend:
     def targets(self, options: BuildOptions) -> list[str]:
         """List the targets asked for; full TensorRT takes its own GPU when none is named."""
+        check_ranks(options.tp_size)
         api = find_tensorrt()
         targets = list(options.targets)
         if not targets and len(api.targets) == 1:
@@ -71,6 +68,7 @@ class TensorRTBackend:
         return min(limit, DEFAULT_CONTEXT)
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+        check_ranks(checkpoint.tp_size)
         kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
         check_equal_groups(checkpoint.spec, "tensorrt")
         check_dtypes(options.targets, (checkpoint.dtype, kv_dtype, checkpoint.weights.storage))
@@ -104,13 +102,17 @@ def plan_requests(checkpoint: Checkpoint, directory: Path, options: BuildOptions
     spec, kv_dtype = checkpoint.spec, options.kv_dtype_of(checkpoint)
     assert options.max_context is not None, "build_engine fills it in"
     limits = PlanLimits(options.max_batch, min(options.max_chunk, options.max_context), options.max_context)
-    files = [directory / f"rank{rank}.safetensors" for rank in range(checkpoint.tp_size)]
-    weights = weight_tensors(files, spec, kv_dtype)
+    weights = weight_tensors(directory / "rank0.safetensors", spec, kv_dtype)
     return [
-        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, checkpoint.tp_size, target, phase)
+        PlanRequest(spec, limits, weights, checkpoint.dtype, kv_dtype, target, phase)
         for target in options.targets
         for phase in PHASES
     ]
+
+
+def check_ranks(count: int) -> None:
+    if count > 1:
+        raise ConfigError(f"backend 'tensorrt' runs one rank, not {count}.", fix="Use --tp 1, or --backend triton.")
 
 
 def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -127,37 +129,30 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
 def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:
     """Build all plans into `directory`/plans, two at a time; results are in the order of `requests`. Raises
     EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
-    fractions, lock = [0.0] * len(requests), threading.Lock()
-    workers: dict[int, subprocess.Popen[str]] = {}
-    stopping = False
+    lock, workers, done, stopping = threading.Lock(), list[subprocess.Popen[str]](), 0, False
+    progress("plans", 0, len(requests))
 
-    def build(number: int) -> Plan:
-        def report(fraction: float) -> None:
-            with lock:
-                fractions[number] = fraction
-                progress("plans", int(1000 * sum(fractions)), 1000 * len(fractions))
-
-        request, begun = requests[number], time.monotonic()
+    def build(request: PlanRequest) -> Plan:
+        nonlocal done
+        begun = time.monotonic()
         with lock:
             if stopping:
                 raise EnvironmentUnfitError("the build was ended")
-            file = directory / plan_file(request.target, request.phase)
-            cache = None  # of times that full TensorRT measured for this version and target
-            if api.targets[request.target] is None:
-                cache = cache_directory() / f"timing-{api.version}-{request.target}.cache"
-            workers[number] = start(request, file, cache)
-        plan = finish(workers[number], request, report)
-        report(1.0)
+            workers.append(worker := start())
+        plan = finish(worker, request, directory / plan_file(request.target, request.phase))
         log.info("plan %s %s: %.1f s", request.target, request.phase, time.monotonic() - begun)
+        with lock:
+            done += 1
+            progress("plans", done, len(requests))
         return plan
 
     with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
-        futures: list[Future[Plan]] = [pool.submit(build, number) for number in range(len(requests))]
+        futures: list[Future[Plan]] = [pool.submit(build, request) for request in requests]
         try:
             return [future.result() for future in futures]
         except BaseException:
             with lock:
                 stopping = True
-                for worker in workers.values():
+                for worker in workers:
                     worker.terminate()
             raise

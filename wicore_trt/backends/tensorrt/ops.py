@@ -34,17 +34,16 @@ TINY = 1e-30  # stands in for the largest magnitude of a row of zeros
 
 
 def define_network(network: Any, trt: Any, request: PlanRequest) -> list[TensorSpec]:
-    """Define one rank's network of a phase in `network`; returns its inputs and outputs. A linear is FP8 when its
+    """Define the network of a phase in `network`; returns its inputs and outputs. A linear is FP8 when its
     weight is. With kv_dtype "fp8" keys and values are rounded to E4M3 before they enter a cache of the activations'
     dtype."""
-    spec, limits, dtype, tp_size = request.spec, request.limits, request.dtype, request.tp_size
-    local, profile = spec.shard(0, tp_size).spec, limits.profile(request.phase)
-    caches = plan_io.cache_tensors(local, limits, dtype)
-    tensors = [*plan_io.step_tensors(spec, limits, tp_size), *request.weights, *caches]
+    spec, limits, dtype = request.spec, request.limits, request.dtype
+    profile, caches = limits.profile(request.phase), plan_io.cache_tensors(spec, limits, dtype)
+    tensors = [*plan_io.step_tensors(spec, limits), *request.weights, *caches]
     inputs = [tensor.fixed(profile) for tensor in tensors]
     graph = Graph(network, trt)
-    ops = TensorRTOps(graph, local, {t.name: graph.input(t) for t in inputs}, dtype, request.kv_dtype, tp_size)
-    graph.output(forward(ops, local), plan_io.LOGITS)
+    ops = TensorRTOps(graph, spec, {t.name: graph.input(t) for t in inputs}, dtype, request.kv_dtype)
+    graph.output(forward(ops, spec), plan_io.LOGITS)
     for name, tensor in ops.updated.items():
         graph.output(tensor, plan_io.updated(name))
     return [*inputs, *(tensor.fixed(profile) for tensor in plan_io.output_tensors(spec, caches))]
@@ -54,12 +53,10 @@ class TensorRTOps:
     """`Ops` of a whole network; T is an ITensor, float32 between operators. N is B * T, slots in order. `updated` maps
     each cache input to its tensor after the step."""
 
-    def __init__(
-        self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str, tp_size: int
-    ) -> None:
+    def __init__(self, graph: Graph, spec: Gemma3Spec, inputs: Mapping[str, Tensor], dtype: str, kv_dtype: str) -> None:
         self._g, self._spec, self._in = graph, spec, inputs
         self._groups = spec.attention_by_layer
-        self._dtype, self._kv_dtype, self._tp = dtype, kv_dtype, tp_size
+        self._dtype, self._kv_dtype = dtype, kv_dtype
         self.updated: dict[str, Tensor] = {}
         graph.scope = "step"
         shape = graph.shape(inputs[plan_io.TOKEN_IDS])
@@ -72,15 +69,7 @@ class TensorRTOps:
         g = self._g
         g.scope = "embedding"
         ids, table = g.reshape(self._in[plan_io.TOKEN_IDS], [-1]), self._in[EMBEDDING]
-        if self._tp > 1:
-            ids = g.binary("SUB", ids, self._in[plan_io.FIRST_TOKEN])
-            last = table.shape[0] - 1
-            here = g.binary("AND", g.binary("GREATER", ids, -1), g.binary("LESS", ids, last + 1))
-            ids = g.binary("MIN", g.binary("MAX", ids, 0), last)
         rows = g.cast(g.gather(table, ids), "float32")
-        if self._tp > 1:
-            rows = g.select(g.reshape(here, [-1, 1]), rows, g.constant(0, np.float32, 2))
-            rows = g.all_ranks("sum", rows, self._tp)
         # As transformers does, the factor is rounded to the embedding's dtype; the product stays float32.
         scale = g.constant(self._spec.embedding_scale, np.float32, 2)
         if table.dtype != g.dtypes["float32"]:
@@ -96,7 +85,7 @@ class TensorRTOps:
         return self._multiply(x, weight)
 
     def reduce(self, x: Tensor) -> Tensor:
-        return self._g.all_ranks("sum", x, self._tp) if self._tp > 1 else x
+        return x
 
     def qk_norm_rope_write(self, qkv: Tensor, layer: int) -> Tensor:
         g, group = self._g, self._groups[layer]
@@ -153,8 +142,6 @@ class TensorRTOps:
         cap = self._spec.final_logit_softcapping
         if cap is not None:
             y = g.binary("PROD", g.activation("TANH", g.binary("DIV", y, float(cap))), float(cap))
-        if self._tp > 1:
-            y = g.transpose(g.all_ranks("gather", g.transpose(y, (1, 0)), self._tp), (1, 0))
         return y
 
     def _enter_scope(self, weight: str) -> None:
@@ -307,9 +294,6 @@ class Graph:
     def gather(self, x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
         return self._name_output("gather", self.network.add_gather(x, indices, axis))
 
-    def select(self, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        return self._name_output("select", self.network.add_select(condition, yes, no))
-
     def reshape(self, x: Tensor, shape: Sequence[int] | Tensor, then: Sequence[int] | None = None) -> Tensor:
         """Reshape to numbers (one may be -1) or an int64 tensor of them; `then` permutes the result's dimensions."""
         layer = self._name_layer("reshape", self.network.add_shuffle(x))
@@ -380,13 +364,4 @@ class Graph:
         if mask is not None:
             layer.mask = mask
         layer.decomposable = True  # a target without a fused kernel of this shape still gets a plan
-        return layer.get_output(0)
-
-    def all_ranks(self, op: str, x: Tensor, ranks: int) -> Tensor:
-        """Combine x over tensor-parallel ranks: "sum", or "gather", which stacks all ranks' parts on dim 0."""
-        collective = self.trt.CollectiveOperation
-        kind = collective.ALL_REDUCE if op == "sum" else collective.ALL_GATHER
-        reduce = self.trt.ReduceOperation.SUM if op == "sum" else self.trt.ReduceOperation.NONE
-        layer = self._name_layer(op, self.network.add_dist_collective(x, kind, reduce, -1, list(range(ranks))))
-        layer.num_ranks = ranks
         return layer.get_output(0)

@@ -1,11 +1,11 @@
 """Builds a TensorRT plan in a process of its own: `python -m wicore_trt.backends.tensorrt.plan_build`.
 
 Knows the TensorRT API and no engine directories. TensorRT keeps state per process: of two builds at once one loses its
-kernel listing, and a compiler crash ends the caller. Protocol: one JSON object on stdin (`job`). Lines on stdout that
-begin with MARK hold one JSON object each: {"fraction"} during the build, then {"tensors", "facts"} or {"error"}; the
-plan's file is whole before. Facts of a plan are read from TensorRT's messages, because inspecting a plan means
-loading it, which takes a GPU. Invariants: FP32 is FP32 (TF32 is off). A plan needs no memory at run time that its
-context did not ask for, so a step can be captured in a CUDA graph. A failed build's error has TensorRT's own words.
+kernel listing, and a compiler crash ends the caller. Protocol: one JSON object on stdin (`job`). A line on stdout that
+begins with MARK holds {"tensors", "facts"} or {"error"}; the plan's file is whole before. Facts of a plan are read from
+TensorRT's messages, because inspecting a plan means loading it, which takes a GPU. Invariants: FP32 is FP32 (TF32 is
+off). A plan needs no memory at run time that its context did not ask for, so a step can be captured in a CUDA graph. A
+failed build's error has TensorRT's own words.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import logging
 import re
 import subprocess
 import sys
-import threading
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from wicore_trt.backends.tensorrt.api import RTX, TensorRT, find_tensorrt
+from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
 from wicore_trt.backends.tensorrt.ops import define_network
 from wicore_trt.backends.tensorrt.plan_io import PlanRequest, TensorSpec
 from wicore_trt.errors import EnvironmentUnfitError, WicoreError
@@ -39,23 +37,15 @@ LAST_LINES = 5
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Built plan. `tensors` are its inputs and outputs, dimensions that vary as letters; `facts` are for people; `data`
-    its bytes, b"" where a worker wrote them; `timing_cache` makes the next build faster (full TensorRT only)."""
+    its bytes, b"" where a worker wrote them."""
 
     tensors: list[TensorSpec]
     facts: dict[str, Any]
     data: bytes = b""
-    timing_cache: bytes | None = None
 
 
-def build_plan(
-    api: TensorRT,
-    request: PlanRequest,
-    *,
-    timing_cache: bytes | None = None,
-    report: Callable[[float], None] = lambda fraction: None,
-) -> Plan:
-    """Build the plan of `request`. `timing_cache` is an earlier build's (full TensorRT only). Raises
-    EnvironmentUnfitError with TensorRT's reason when it cannot."""
+def build_plan(api: TensorRT, request: PlanRequest) -> Plan:
+    """Build the plan of `request`. Raises EnvironmentUnfitError with TensorRT's reason when it cannot."""
     trt, book = api.module, BuildLog()
     builder = trt.Builder(make_logger(trt, book))
     network, tensors = make_network(trt, builder, request)
@@ -72,12 +62,6 @@ def build_plan(
         if tensor.kind != "output" and any(isinstance(d, str) for d in tensor.shape):
             profile.set_shape(tensor.name, *(tensor.bound(dims, which) for which in range(3)))
     config.add_optimization_profile(profile)
-    cache = None
-    if api.flavour != RTX:  # TensorRT-RTX times nothing when it builds
-        cache = config.create_timing_cache(timing_cache or b"")
-        config.set_timing_cache(cache, ignore_mismatch=False)
-    monitor = make_monitor(trt, report)
-    config.progress_monitor = monitor
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
         raise EnvironmentUnfitError(
@@ -91,7 +75,7 @@ def build_plan(
         "activation_bytes": book.activation_bytes,
         "rearranged_weights": sorted(book.rearranged),
     }
-    return Plan(tensors, facts, bytes(serialized), bytes(cache.serialize()) if cache else None)
+    return Plan(tensors, facts, bytes(serialized))
 
 
 def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, list[TensorSpec]]:
@@ -166,82 +150,22 @@ def make_logger(trt: Any, book: BuildLog) -> Any:
     return Logger()
 
 
-def make_monitor(trt: Any, report: Callable[[float], None]) -> Any:
-    """Make a trt.IProgressMonitor that reports the fraction done, never going back."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self._phases: dict[str, list[Any]] = {}  # name: [parent, steps, steps done]
-            self._best = 0.0
-            self._lock = threading.Lock()
-
-        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            with self._lock:
-                self._phases[name] = [parent, max(1, steps), 0]
-
-        def step_complete(self, name: str, step: int) -> bool:
-            with self._lock:
-                if name in self._phases:
-                    self._phases[name][2] = step + 1
-                    self._report_progress(name)
-            return True
-
-        def phase_finish(self, name: str) -> None:
-            with self._lock:
-                self._phases.pop(name, None)
-
-        def _report_progress(self, name: str | None) -> None:
-            """Report the fraction done, where a phase is one step of its parent."""
-            fraction = 0.0
-            while name is not None and name in self._phases:
-                parent, steps, done = self._phases[name]
-                fraction = min(1.0, (done + fraction) / steps)
-                name = parent
-            if fraction > self._best:
-                self._best = fraction
-                report(fraction)
-
-    return Monitor()
-
-
-def start(request: PlanRequest, plan: Path, cache: Path | None) -> subprocess.Popen[str]:
-    """Start a worker that builds `request` into the file `plan`; it reads and renews the timing cache `cache`."""
+def start() -> subprocess.Popen[str]:
+    """Start a worker, which waits for its job."""
     command = [sys.executable, "-m", "wicore_trt.backends.tensorrt.plan_build"]
-    worker = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    job = {"request": request, "plan": str(plan), "cache": str(cache) if cache else None}
-    assert worker.stdin is not None
-    try:
-        worker.stdin.write(msgspec.json.encode(job).decode())
-        worker.stdin.close()
-    except BrokenPipeError:
-        pass  # it died at once; `finish` tells why
-    return worker
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(worker: subprocess.Popen[str], request: PlanRequest, report: Callable[[float], None]) -> Plan:
-    """Follow the worker to its end. Raises EnvironmentUnfitError with its reason, or with its last words."""
-    result: dict[str, Any] = {}
-    words: deque[str] = deque(maxlen=LAST_LINES)
-    assert worker.stdout is not None
-    with worker.stdout:
-        for line in worker.stdout:
-            if not line.startswith(MARK):
-                words.append(line.strip())
-                continue
-            message = json.loads(line.removeprefix(MARK))
-            if "fraction" in message:
-                report(message["fraction"])
-            else:
-                result = message
-    code = worker.wait()
+def finish(worker: subprocess.Popen[str], request: PlanRequest, plan: Path) -> Plan:
+    """Let the worker build `request` into the file `plan`. Raises EnvironmentUnfitError with its reason, or with its
+    last words."""
+    words = worker.communicate(msgspec.json.encode({"request": request, "plan": str(plan)}).decode())[0].splitlines()
+    result: dict[str, Any] = next((json.loads(line.removeprefix(MARK)) for line in words if line.startswith(MARK)), {})
     if "error" in result:
         raise EnvironmentUnfitError(result["error"], fix=result["fix"])
     if "facts" not in result:
-        what = f"building {request.phase} for {request.target} ended with exit code {code}"
-        raise EnvironmentUnfitError(f"{what}: {' | '.join(words) or 'no output'}")
+        what = f"building {request.phase} for {request.target} ended with exit code {worker.returncode}"
+        raise EnvironmentUnfitError(f"{what}: {' | '.join(words[-LAST_LINES:]) or 'no output'}")
     return Plan(msgspec.convert(result["tensors"], list[TensorSpec]), result["facts"])
 
 
@@ -251,21 +175,13 @@ def _send_message(message: dict[str, Any]) -> None:
 
 def main() -> int:
     job = json.load(sys.stdin)
-    cache = Path(job["cache"]) if job["cache"] else None
     try:
         request = msgspec.convert(job["request"], PlanRequest)
-        earlier = cache.read_bytes() if cache and cache.is_file() else None
-        report: Callable[[float], None] = lambda fraction: _send_message({"fraction": fraction})  # noqa: E731
-        plan = build_plan(find_tensorrt(), request, timing_cache=earlier, report=report)
+        plan = build_plan(find_tensorrt(), request)
         write_whole(Path(job["plan"]), plan.data)
     except WicoreError as error:
         _send_message({"error": error.message, "fix": error.fix})
         return error.exit_code
-    if cache and plan.timing_cache is not None:
-        try:
-            write_whole(cache, plan.timing_cache)
-        except OSError as error:  # the next build takes longer, and no more
-            print(f"the timing cache {cache} was not kept: {error}")
     _send_message({"tensors": msgspec.to_builtins(plan.tensors), "facts": plan.facts})
     return 0
 

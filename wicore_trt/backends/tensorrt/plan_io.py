@@ -27,7 +27,6 @@ INDEX = f"{PLANS}/plans.json"
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 SAMPLE_ROWS = "sample_rows"
-FIRST_TOKEN = "first_token"
 LOGITS = "logits"
 BATCH, CHUNK, ROWS = "B", "T", "R"
 PREFILL, DECODE = "prefill", "decode"
@@ -61,8 +60,8 @@ class TensorSpec:
 
     `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled rows).
 
-    `kind`: "step" (differs from step to step), "rank" (a constant of the rank), "table" (rope), "cache", "weight" or
-    "output". A weight is made of the tensors `parts` of the rank's weight file: `combine` "rows" stacks them on dim
+    `kind`: "step" (differs from step to step), "table" (rope), "cache", "weight" or "output". A weight is made of the
+    tensors `parts` of the weight file: `combine` "rows" stacks them on dim
     0, "max" takes the elementwise maximum.
     """
 
@@ -88,12 +87,12 @@ class TensorSpec:
         return WeightSpec(self.name, self.dtype, self.bound({}, 0), self.parts, self.combine)
 
 
-def weight_tensors(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
-    """List a plan's weight inputs over `rank_files`. Raises CheckpointError for files that miss a tensor or differ."""
+def weight_tensors(file: Path, spec: Gemma3Spec, kv_dtype: str) -> list[TensorSpec]:
+    """List a plan's weight inputs of the weight `file`. Raises CheckpointError for one that misses a tensor."""
     # A tied head is an input of its own: TensorRT would transpose the embedding in every step to read it in two ways.
     return [
         TensorSpec(weight.name, weight.dtype, weight.shape, "weight", weight.parts, weight.combine)
-        for weight in list_weights(rank_files, spec, kv_dtype)
+        for weight in list_weights([file], spec, kv_dtype)
     ]
 
 
@@ -137,12 +136,11 @@ class PlanRequest:
     weights: Sequence[TensorSpec]
     dtype: str
     kv_dtype: str
-    tp_size: int
     target: str
     phase: str
 
 
-def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list[TensorSpec]:
+def step_tensors(spec: Gemma3Spec, limits: PlanLimits) -> list[TensorSpec]:
     """List inputs that are neither weights nor caches."""
     tensors = [
         TensorSpec(TOKEN_IDS, "int32", (BATCH, CHUNK), "step"),
@@ -154,13 +152,11 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits, tp_size: int = 1) -> list
         tensors.append(TensorSpec(kv_lengths(group), "int32", (BATCH,), "step"))
         shape = (limits.max_context, spec.layer_group(group).head_dim // 2)
         tensors += [TensorSpec(rope_name(group, part), "float32", shape, "table") for part in ("cos", "sin")]
-    if tp_size > 1:
-        tensors.append(TensorSpec(FIRST_TOKEN, "int32", (1,), "rank"))
     return tensors
 
 
 def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[TensorSpec]:
-    """List cache inputs of all layers, K before V. `spec` is the rank's."""
+    """List cache inputs of all layers, K before V."""
     return [
         TensorSpec(
             cache(part, layer),
