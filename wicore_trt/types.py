@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
@@ -25,6 +25,10 @@ MIN_TEMPERATURE = 1e-6
 """Least temperature that is not greedy: below it, logits divided by it leave the range of float32."""
 MAX_REQUEST_ID = 128
 CONTENT_DIGEST_BYTES = 32
+if TYPE_CHECKING:
+    Bytes = bytes | memoryview
+else:
+    Bytes = bytes  # as messages have them
 MAX_CONSTRAINT = 1 << 17
 """Characters of a constraint's text."""
 
@@ -191,7 +195,7 @@ class ContentSpan:
     begin: int
     end: int
     digest: bytes
-    pixels: bytes = b""
+    pixels: Bytes = b""
 
     def __post_init__(self) -> None:
         check_integer("content", self.begin, 0, 1 << 31)
@@ -211,7 +215,7 @@ class ImageFile:
     url: str = ""
     crops: bool = False
     field: str = "images"
-    pixels: tuple[bytes, ...] = ()
+    pixels: tuple[Bytes, ...] = ()
     digests: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:

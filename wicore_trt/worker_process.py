@@ -17,22 +17,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from wicore_trt.errors import UnavailableError, shortened
 
+T = TypeVar("T")
 WAIT_SECONDS = 60.0
 """For a machine so busy that a job's processor time takes that long."""
 _MESSAGE = 300  # characters of what went wrong
 ANSWERS = -1
 """In the worker: the file in memory for its answers, which its owner reads."""
 _PIPE_BYTES = 1 << 20  # as much as Linux lets a user have
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 27}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 28}"}
-"""For glibc: a job uses the memory of the last one. New pages take longer than a picture's arithmetic."""
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 27}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 28}",
+           "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+"""For glibc: a job uses the memory of the last one. New pages take longer than a picture's arithmetic. Numpy needs no
+threads."""
 _PYTHON = sys.executable  # that of this program, whatever others make of the name later
 _CODE = """
 import json, sys
@@ -84,6 +87,11 @@ class WorkerProcess:
     def run_job(self, *parts: bytes) -> bytes:
         """Return the answer to a job, which is the `parts` in a row. Raises JobFailure, and UnavailableError when no
         process can be started."""
+        return self.copy_answer(parts, lambda file, size: os.pread(file, size, 0))
+
+    def copy_answer(self, parts: Sequence[bytes], copy: Callable[[int, int], T]) -> T:
+        """Return what `copy` makes of the answer, the file that holds it and its bytes: a copy, which no worker changes
+        later. Raises as `run_job`, and what `copy` raises."""
         with self.lock:  # a worker that another killed, for the machine's memory say, is no fault of the job
             head = self._ask_worker(parts) or self._ask_worker(parts)
             if head is None:
@@ -91,7 +99,7 @@ class WorkerProcess:
             if head[:1] != b"+":
                 raise JobFailure(head[1:].decode("utf-8", "replace"), ended=False)
             size = min(int.from_bytes(head[1:], "little"), self._limits.answer)
-            return os.pread(self._answers, size, 0)  # a copy: nothing changes it later
+            return copy(self._answers, size)
 
     def _find_worker(self) -> subprocess.Popen[bytes]:
         if self.process is not None and self._starter == os.getpid() and self.process.poll() is None:
@@ -118,7 +126,7 @@ class WorkerProcess:
         self.process, self._starter = worker, os.getpid()
         return worker
 
-    def _ask_worker(self, parts: tuple[bytes, ...]) -> bytes | None:
+    def _ask_worker(self, parts: Sequence[bytes]) -> bytes | None:
         """Ask the worker and return the head of its answer; None where another process killed it."""
         worker, began = self._find_worker(), time.monotonic()
         assert worker.stdin is not None and worker.stdout is not None
@@ -192,9 +200,9 @@ def _write_frame(stream: IO[bytes], *parts: bytes) -> None:
     stream.flush()
 
 
-def serve_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
-    """Answer jobs until stdin ends, in the worker. `answer` raises JobFailure for a reason to tell; whatever else it
-    raises is one, too."""
+def serve_jobs(answer: Callable[[bytes], bytes | int], limits: WorkerLimits) -> None:
+    """Answer jobs until stdin ends, in the worker. `answer` returns an answer, or the bytes of one that it wrote into
+    ANSWERS. It raises JobFailure for a reason to tell; whatever else it raises is one, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the owner ends this process by closing stdin
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside of a long operation
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -208,7 +216,7 @@ def serve_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
     thread.join()
 
 
-def _answer_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None:
+def _answer_jobs(answer: Callable[[bytes], bytes | int], limits: WorkerLimits) -> None:
     with suppress(EOFError, BrokenPipeError):
         while True:
             job = _read_frame(sys.stdin.buffer, limits.memory)
@@ -220,9 +228,11 @@ def _answer_jobs(answer: Callable[[bytes], bytes], limits: WorkerLimits) -> None
             del parts
 
 
-def _try_answer(answer: Callable[[bytes], bytes], job: bytes, limits: WorkerLimits) -> tuple[bytes, bytes]:
+def _try_answer(answer: Callable[[bytes], bytes | int], job: bytes, limits: WorkerLimits) -> tuple[bytes, bytes]:
     try:
         found = answer(job)
+        if isinstance(found, int):
+            return b"+", found.to_bytes(8, "little")
         if len(found) <= limits.answer and os.pwrite(ANSWERS, found, 0) == len(found):
             return b"+", len(found).to_bytes(8, "little")
         why = f"it makes more than {limits.answer} bytes"

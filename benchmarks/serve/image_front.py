@@ -36,7 +36,7 @@ from benchmarks.serve import paced
 from benchmarks.serve.images import TEXT, TOKENIZER, VISION, make_body, make_picture, stream_answer, words
 from wicore_trt.config import Settings
 from wicore_trt.text.tokenizer import Tokenizer
-from wicore_trt.types import ImageInfo, ModelInfo
+from wicore_trt.types import Bytes, ImageInfo, ModelInfo
 
 REPORT = "WICORE_ENCODER_REPORT"
 LARGE = (2580, 2580)
@@ -51,7 +51,7 @@ class Encoder:
         self._staged = np.zeros((self.slots, self.pixel_bytes), np.uint8)
         self._begun: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> None:
         self._staged[slot] = np.frombuffer(pixels, np.uint8)
         now = time.monotonic()
         with open(os.environ[REPORT], "a") as report:

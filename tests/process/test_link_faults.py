@@ -16,8 +16,19 @@ from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError, UnavailableError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
-from wicore_trt.link.messages import Abort, Add, Done, Outputs, Welcome, decode_to_engine, encode, read_request
+from wicore_trt.link.messages import (
+    Abort,
+    Add,
+    Done,
+    Outputs,
+    Welcome,
+    decode_to_engine,
+    encode,
+    encode_request,
+    read_request,
+)
 from wicore_trt.link.remote import RemoteEngine
+from wicore_trt.memory_file import make_file
 from wicore_trt.process.child import Control, read_error
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
 
@@ -208,7 +219,26 @@ async def test_pixels_cross_in_files_of_which_none_stays_open(monkeypatch: pytes
     theirs.close()
     for added in await asyncio.gather(*adding, return_exceptions=True):
         assert isinstance(added, EngineDeadError)
-    await until(lambda: len(os.listdir("/proc/self/fd")) == files)
+    heard.clear()  # requests keep their pixels
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+def test_one_image_crosses_without_a_copy():
+    """Parts of a file in another order, or not all of it, are copied."""
+    whole = make_file(8)
+    whole[:] = b"abcdefgh"
+    view = memoryview(whole).toreadonly()
+    for parts, same in (((view[:4],), False), ((view[4:], view[:4]), False), ((b"abcd",), False), ((view,), True)):
+        spans = tuple(ContentSpan(at, at + 1, bytes(32), part) for at, part in enumerate(parts))
+        request = GenerateRequest("1/1", (7,) * 4, SamplingParams(max_tokens=4), content=spans)
+        data, file = encode_request(1, request)
+        assert (os.fstat(file).st_ino == os.fstat(whole.file).st_ino) == same
+        message = decode_to_engine(data)
+        assert isinstance(message, Add) and read_request(message, file) == request
+        os.ftruncate(file, 3)
+        with pytest.raises(OSError, match="shorter"):
+            read_request(message, file)
+        os.close(file)
 
 
 async def test_a_message_without_its_file_ends_the_channel():

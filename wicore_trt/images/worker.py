@@ -10,13 +10,17 @@ from __future__ import annotations
 import binascii
 import io
 import math
+import mmap
 import os
 import struct
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
+from wicore_trt import worker_process
 from wicore_trt.worker_process import JobFailure, WorkerLimits, serve_jobs
 
 if TYPE_CHECKING:
@@ -37,22 +41,36 @@ LIMITS = WorkerLimits(cpu_seconds=8.0, memory=3 << 29, answer=(1 + MAX_CROPS) * 
 def main() -> None:
     """Answer jobs until stdin ends: a side and whether to crop (`pack_job`), then a file or a `data:` URL. An answer is
     the pixels of all images."""
+    import numpy  # noqa: F401 -- before memory is bounded
     from PIL import Image, WebPImagePlugin  # noqa: F401 -- other formats' plugins are loaded with a file that needs them
 
+    answers = mmap.mmap(worker_process.ANSWERS, LIMITS.answer)
     Image.preinit()
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow warns above it, and raises above twice as many
     warnings.simplefilter("ignore")
-    serve_jobs(_answer_job, LIMITS)
+    serve_jobs(partial(_answer_job, answers), LIMITS)
 
 
 def pack_job(size: int, crops: bool) -> bytes:
     return struct.pack("<I?", size, crops)
 
 
-def _answer_job(job: bytes) -> bytes:
+def _answer_job(answers: mmap.mmap, job: bytes) -> int:
+    """Write the pixels of all images, uint8 [images, size, size, 3], and return their bytes."""
+    import numpy as np
+
+    size: int
+    crops: bool
     size, crops = struct.unpack_from("<I?", job)
     data = job[5:]
-    return _prepare_file(size, crops, _decode_url(data) if data[:5].lower() == b"data:" else data)
+    if not 0 < size <= MAX_SIZE:
+        raise JobFailure(f"it would become a square of {size} pixels")
+    squares = np.frombuffer(answers, np.uint8)[: (1 + MAX_CROPS) * size * size * 3].reshape(-1, size, size, 3)
+    parts = _prepare_file(crops, _decode_url(data) if data[:5].lower() == b"data:" else data)
+    count = 0
+    for count, part in enumerate(parts, 1):
+        _resize_image(part, squares[count - 1])
+    return count * size * size * 3
 
 
 def _decode_url(url: bytes) -> bytes:
@@ -70,8 +88,8 @@ def _decode_url(url: bytes) -> bytes:
     return raw
 
 
-def _prepare_file(size: int, crops: bool, data: bytes) -> bytes:
-    """Return uint8 [images, size, size, 3]: the whole image, then its crops where asked for. Raises JobFailure."""
+def _prepare_file(crops: bool, data: bytes) -> Iterator[Image.Image]:
+    """Yield the whole image, then its crops where asked for. Raises JobFailure."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -91,33 +109,36 @@ def _prepare_file(size: int, crops: bool, data: bytes) -> bytes:
     if image.info.get("transparency") is not None:  # a colour that is transparent: white, as the processor does
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
-    parts = [image, *(image.crop(box) for box in (_plan_crops(*image.size) if crops else ()))]
-    return b"".join(_resize_image(part, size).tobytes() for part in parts)
+    yield image
+    for box in _plan_crops(*image.size) if crops else ():
+        yield image.crop(box)
 
 
-def _resize_image(image: Image.Image, size: int) -> Image.Image:
-    """Resize to a square as `Image.resize` does with BILINEAR, to the last bit: rows, then columns, each in bands on
-    threads. Of images that are higher than wide Pillow may take the columns first."""
+def _resize_image(image: Image.Image, square: Any) -> None:
+    """Resize into `square`, uint8 [size, size, 3], as `Image.resize` does with BILINEAR, to the last bit: rows, then
+    columns, each in bands on threads. Of images that are higher than wide Pillow may take the columns first."""
+    import numpy as np
     from PIL import Image
 
-    (width, height), how = image.size, Image.Resampling.BILINEAR
+    (width, height), size, how = image.size, len(square), Image.Resampling.BILINEAR
     if width < height or THREADS == 1:
-        return image.resize((size, size), how)
-    wide, square = Image.new("RGB", (size, height)), Image.new("RGB", (size, size))
-    tops = _split_range(height)
-    bands = _POOL.map(lambda a, b: image.crop((0, a, width, b)).resize((size, b - a), how), *zip(*tops, strict=True))
-    for (top, _), band in zip(tops, bands, strict=True):
-        wide.paste(band, (0, top))
-    lefts = _split_range(size)
-    bands = _POOL.map(lambda a, b: wide.crop((a, 0, b, height)).resize((b - a, size), how), *zip(*lefts, strict=True))
-    for (left, _), band in zip(lefts, bands, strict=True):
-        square.paste(band, (left, 0))
-    return square
+        square[:] = np.asarray(image.resize((size, size), how))
+        return
+    wide = Image.new("RGB", (size, height), None)  # not filled
+
+    def fill_rows(at: int, end: int) -> None:
+        wide.paste(image.crop((0, at, width, end)).resize((size, end - at), how), (0, at))
+
+    def fill_columns(at: int, end: int) -> None:
+        square[:, at:end] = np.asarray(wide.crop((at, 0, end, height)).resize((end - at, size), how))
+
+    _fill_bands(fill_rows, height)
+    _fill_bands(fill_columns, size)
 
 
-def _split_range(count: int) -> list[tuple[int, int]]:
+def _fill_bands(fill: Callable[[int, int], None], count: int) -> None:
     step = -(-count // THREADS)
-    return [(at, min(at + step, count)) for at in range(0, count, step)]
+    list(_POOL.map(lambda at: fill(at, min(at + step, count)), range(0, count, step)))
 
 
 def _turn_upright(image: Image.Image) -> Image.Image:

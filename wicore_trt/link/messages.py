@@ -6,10 +6,8 @@ decoded message holds values of its declared types, and decoded requests are val
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +15,7 @@ from msgspec import Struct
 from wicore_trt.errors import InvalidRequestError, QueueFullError, WicoreError, error_named
 from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.memory_file import open_parts, read_parts
 from wicore_trt.types import EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
 PAGES = 1024
@@ -170,17 +169,13 @@ def encode_request(call: int, request: GenerateRequest) -> tuple[bytes, int]:
     parts = [span.pixels for span in request.content]
     if not any(parts):
         return encode(Add(call, request)), -1
-    with open(os.memfd_create("pixels"), "wb", buffering=0) as file:
-        if os.writev(file.fileno(), parts) < sum(map(len, parts)):
-            raise OSError("there is no memory for them")
-        bare = replace(request, content=tuple(replace(span, pixels=b"") for span in request.content))
-        return encode(Add(call, bare, tuple(map(len, parts)))), os.dup(file.fileno())
+    bare = replace(request, content=tuple(replace(span, pixels=b"") for span in request.content))
+    return encode(Add(call, bare, tuple(map(len, parts)))), open_parts(parts)
 
 
 def read_request(message: Add, file: int) -> GenerateRequest:
     """Return the request of a message, with the pixels of its file. Raises OSError."""
     if not message.pixels:
         return message.request
-    places = zip(message.request.content, message.pixels, accumulate(message.pixels), strict=True)
-    spans = tuple(replace(span, pixels=os.pread(file, size, end - size)) for span, size, end in places)
-    return replace(message.request, content=spans)
+    places = zip(message.request.content, read_parts(file, message.pixels), strict=True)
+    return replace(message.request, content=tuple(replace(span, pixels=found) for span, found in places))

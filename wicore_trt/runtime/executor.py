@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.types import GenerateRequest, TokenOutput
+from wicore_trt.types import Bytes, GenerateRequest, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ImageEncoder(Protocol):
     parts: int
     part_s: float
 
-    def begin(self, slot: int, pixels: bytes, /) -> None:
+    def begin(self, slot: int, pixels: Bytes, /) -> None:
         """Begin to encode uint8 [size, size, 3] into a slot; return at once. Parts that the image before has not run
         are left out."""
         ...

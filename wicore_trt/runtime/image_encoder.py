@@ -20,6 +20,7 @@ import torch
 from wicore_trt.model.vision import CHANNELS, VisionSpec
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.executor import NOT_ENCODED, NOT_FINITE, ImageEncoder
+from wicore_trt.types import Bytes
 
 log = logging.getLogger(__name__)
 Encode = Callable[[torch.Tensor], torch.Tensor]
@@ -55,12 +56,12 @@ class ThreadEncoder:
         self.features = torch.zeros(slots, spec.tokens, spec.text_hidden_size, dtype=dtype)
         self._shape, self._encode, self._stop = _pixel_shape(spec), encode, stop
         self._under_way, self._closed = 0, False
-        self._begun: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[int, Bytes] | None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
         self._thread = Thread(target=self._run, name="image-encoder", daemon=True)
         self._thread.start()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         self._under_way += 1
         self._begun.put((slot, pixels))
@@ -139,7 +140,7 @@ class StreamEncoder:
                 device.synchronize()
             self.part_s = (time.perf_counter() - begun) / self.parts
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> None:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         self._slot, self._left, self._finite[slot] = slot, self.parts, True
         self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)

@@ -28,6 +28,7 @@ from wicore_trt.runtime.executor import AheadExecutor
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.rank_copier import cut_part
 from wicore_trt.runtime.ranks import BEAT_S, MessageSocket, unpack_slices
+from wicore_trt.types import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class _Rank:
             executor.submit(batch)
             self._under_way += 1
 
-    def do_image(self, slot: int, pixels: bytes) -> None:
+    def do_image(self, slot: int, pixels: Bytes) -> None:
         self._executor.images.begin(slot, pixels)
 
     def do_parts(self, count: int) -> None:

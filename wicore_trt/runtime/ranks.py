@@ -36,7 +36,7 @@ from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.executor import Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.rank_copier import RankedCopier
-from wicore_trt.types import SamplingParams
+from wicore_trt.types import Bytes, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class _RankedEncoder:
         self.parts, self.part_s = local.parts, local.part_s
         self.take_ended, self.is_finite = local.take_ended, local.is_finite
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> None:
         self._group.send("image", slot, pixels)
         self._local.begin(slot, pixels)
 

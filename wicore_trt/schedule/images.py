@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.types import ContentSpan
+from wicore_trt.types import Bytes, ContentSpan
 
 LONGER = 0.4
 """Parts of an encoding may make a step that decodes longer by this share of its time: gaps between tokens then stay
@@ -32,7 +32,7 @@ class PromptImage(NamedTuple):
     begin: int
     end: int
     key: bytes
-    pixels: bytes
+    pixels: Bytes
 
 
 def list_images(content: Iterable[ContentSpan], scope: bytes) -> tuple[PromptImage, ...]:
