@@ -80,9 +80,10 @@ class FakeEncoder:
         self.begun: list[bytes] = []
         self._ended: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes) -> int:
         self.begun.append(pixels)
         self._ended.append((slot, None))
+        return slot
 
     def run_parts(self, count: int) -> None:
         raise NotImplementedError

@@ -51,12 +51,13 @@ class Encoder:
         self._staged = np.zeros((self.slots, self.pixel_bytes), np.uint8)
         self._begun: list[tuple[int, str | None]] = []
 
-    def begin(self, slot: int, pixels: Bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> int:
         self._staged[slot] = np.frombuffer(pixels, np.uint8)
         now = time.monotonic()
         with open(os.environ[REPORT], "a") as report:
             report.write(f"{now}\n")
         self._begun.append((slot, None))
+        return slot
 
     def run_parts(self, count: int) -> None:
         raise NotImplementedError

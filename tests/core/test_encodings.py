@@ -18,9 +18,12 @@ class Encoder:
         self.ran: list[int] = []
         self.ended: list[tuple[int, str | None]] = []
         self.broken = False
+        self.finite: list[bool] = []
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes) -> int:
         self.slot, self.left = slot, self.parts
+        self.finite.append(pixels != b"bad")
+        return len(self.finite) - 1
 
     def run_parts(self, count: int) -> None:
         if self.broken:
@@ -30,8 +33,8 @@ class Encoder:
         if not self.left:
             self.ended.append((self.slot, None))
 
-    def is_finite(self, slot: int) -> bool:
-        return True
+    def is_finite(self, begun: int) -> bool:
+        return self.finite[begun]
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self.ended = self.ended, []
@@ -80,3 +83,17 @@ def test_an_encoder_that_raises_between_parts_fails_the_image_and_encodes_on() -
     encoder.broken, encoder.ran = False, []
     ask(encodings, OTHER)
     assert encodings.run_next(lambda: 0.0) and encoder.ran == [27]
+
+
+def test_a_bad_image_whose_slot_another_has_is_still_the_reason() -> None:
+    """The step that read it lands when the next image is encoded already."""
+    encoder = Encoder()
+    encoder.slots = 1
+    encodings, bad = Encodings(encoder, 256), PromptImage(0, 4, b"bad", b"bad")
+    for image in (bad, OTHER):
+        ask(encodings, image)
+        encodings.run_next(lambda: 0.0)
+        encodings.take_failed()
+    assert encodings.book.find_slots([OTHER], 0, 9) == ((0, 4, 0),)
+    assert encodings.explain_failure([OTHER], "plain") == ("plain", None)
+    assert encodings.explain_failure([OTHER, bad], "plain")[1] == "images"

@@ -64,11 +64,12 @@ class SlowEncoder:
         self.delay, self.begun, self.failing = 2, list[bytes](), set[bytes]()
         self._under_way: deque[list] = deque()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes) -> int:
         assert not self._under_way, "two at once"
         self.held[slot] = None
         self.begun.append(pixels)
         self._under_way.append([self.delay, slot, pixels])
+        return slot
 
     def is_finite(self, slot: int) -> bool:
         return True

@@ -59,7 +59,7 @@ class Encoder:
         self.under_way, self.begun, self.until, self.busy_s = 0, 0, 0.0, 0.0
         self._ended: deque[tuple[int, str | None]] = deque()
 
-    def begin(self, slot: int, pixels: bytes) -> None:
+    def begin(self, slot: int, pixels: bytes) -> int:
         if self.under_way or self._left:
             raise Failure("encoder", "two images are encoded at once")
         self.under_way, self.begun = 1, self.begun + 1
@@ -79,6 +79,7 @@ class Encoder:
         self._left, self._end = self.parts, end
         if not self.parts:
             self._run()
+        return slot
 
     def run_parts(self, count: int) -> None:
         if not 0 < count <= self._left:

@@ -23,6 +23,7 @@ class Encodings:
         self.book = ImageBook(encoder.slots, slice_tokens // LITTLE)
         self._encoder, self._left, self._rests = encoder, 0, False
         self._failed: dict[int, tuple[str, str | None]] = {}
+        self._begun: dict[bytes, int] = {}  # what `begin` returned, by key; others may have these slots by now
 
     def run_next(self, decode_s: Callable[[], float]) -> bool:
         """Begin the next image that is wanted, if any may be begun. Run parts of the one under way behind the steps so
@@ -34,7 +35,8 @@ class Encodings:
             return False
         try:
             if not self._left and (chosen := self.book.begin_encoding()) is not None:
-                self._encoder.begin(chosen[0], chosen[1].pixels)
+                number = self._encoder.begin(chosen[0], chosen[1].pixels)
+                self._begun = {key: n for key, n in self._begun.items() if n != number} | {chosen[1].key: number}
                 self._left = self._encoder.parts
             if not self._left:
                 return False
@@ -58,7 +60,7 @@ class Encodings:
 
     def explain_failure(self, images: Iterable[PromptImage], why: str) -> tuple[str, str | None]:
         """Say why a sequence failed that read these images, and the field at fault; `why`, if it is none of them."""
-        finite = all(map(self._encoder.is_finite, self.book.list_slots(images)))
+        finite = all(self._encoder.is_finite(self._begun[i.key]) for i in images if i.key in self._begun)
         return (why, None) if finite else (_FAILED + NOT_FINITE, "images")
 
     def _note_end(self, why: str | None) -> None:

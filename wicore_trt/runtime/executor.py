@@ -129,9 +129,9 @@ class ImageEncoder(Protocol):
     parts: int
     part_s: float
 
-    def begin(self, slot: int, pixels: Bytes, /) -> None:
-        """Begin to encode uint8 [size, size, 3] into a slot; return at once. Parts that the image before has not run
-        are left out."""
+    def begin(self, slot: int, pixels: Bytes, /) -> int:
+        """Begin to encode uint8 [size, size, 3] into a slot; return a number for `is_finite` at once. Parts that the
+        image before has not run are left out."""
         ...
 
     def run_parts(self, count: int, /) -> None:
@@ -144,8 +144,9 @@ class ImageEncoder(Protocol):
         """
         ...
 
-    def is_finite(self, slot: int, /) -> bool:
-        """Tell whether the features of a slot are finite; right as soon as a step that reads them has ended."""
+    def is_finite(self, begun: int, /) -> bool:
+        """Tell whether the features of an image, by what `begin` returned, are finite: right as soon as a step that
+        reads them has ended, until its slot is begun for the second time after it."""
         ...
 
 

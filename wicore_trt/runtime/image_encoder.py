@@ -61,15 +61,16 @@ class ThreadEncoder:
         self._thread = Thread(target=self._run, name="image-encoder", daemon=True)
         self._thread.start()
 
-    def begin(self, slot: int, pixels: Bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> int:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
         self._under_way += 1
         self._begun.put((slot, pixels))
+        return slot
 
     def run_parts(self, count: int) -> None:
         pass
 
-    def is_finite(self, slot: int) -> bool:
+    def is_finite(self, begun: int) -> bool:
         return True  # others ended with an error
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
@@ -113,7 +114,8 @@ class StreamEncoder:
         self.slots, self.tokens, self.pixel_bytes, self.parts = slots, spec.tokens, spec.pixel_bytes, spec.num_layers
         self._device, shape, self._slot, self._left = device, _pixel_shape(spec), 0, 0
         self._ended: list[tuple[int, str | None]] = []
-        self._staged, self._finite = device.staging((slots, *shape), torch.uint8), device.staging((slots,), torch.bool)
+        self._staged = device.staging((slots, *shape), torch.uint8)
+        self._finite, self._flags = device.staging((2 * slots,), torch.bool), [slots + slot for slot in range(slots)]
         with device.active(), torch.inference_mode():
             self.features = device.empty((slots, spec.tokens, spec.text_hidden_size), dtype).zero_()
             self._pixels = device.empty(shape, torch.uint8).zero_()
@@ -140,12 +142,14 @@ class StreamEncoder:
                 device.synchronize()
             self.part_s = (time.perf_counter() - begun) / self.parts
 
-    def begin(self, slot: int, pixels: Bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> int:
         assert len(pixels) == self.pixel_bytes, f"an image of {len(pixels)} bytes"
-        self._slot, self._left, self._finite[slot] = slot, self.parts, True
+        flag = self._flags[slot] = (self._flags[slot] + self.slots) % (2 * self.slots)  # one of two in turn
+        self._slot, self._left, self._finite[flag] = slot, self.parts, True
         self._staged[slot].view(-1).numpy()[:] = np.frombuffer(pixels, np.uint8)
         with self._device.active(), torch.inference_mode():
             self._pixels.copy_(self._staged[slot], non_blocking=True)
+        return flag
 
     def run_parts(self, count: int) -> None:
         assert 0 < count <= self._left, f"{count} parts, of which {self._left} are left"
@@ -156,15 +160,15 @@ class StreamEncoder:
                 graph()
             if not self._left:
                 self.features[self._slot].copy_(self._found)
-                self._finite[self._slot].copy_(self._all_finite, non_blocking=True)
+                self._finite[self._flags[self._slot]].copy_(self._all_finite, non_blocking=True)
                 self._ended.append((self._slot, None))
 
     def take_ended(self, timeout_s: float = 0.0) -> list[tuple[int, str | None]]:
         ended, self._ended = self._ended, []
         return ended
 
-    def is_finite(self, slot: int) -> bool:
-        return bool(self._finite[slot])
+    def is_finite(self, begun: int) -> bool:
+        return bool(self._finite[begun])
 
     def close(self) -> None:
         self._device.synchronize()

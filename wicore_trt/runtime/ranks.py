@@ -236,9 +236,9 @@ class _RankedEncoder:
         self.parts, self.part_s = local.parts, local.part_s
         self.take_ended, self.is_finite = local.take_ended, local.is_finite
 
-    def begin(self, slot: int, pixels: Bytes) -> None:
+    def begin(self, slot: int, pixels: Bytes) -> int:
         self._group.send("image", slot, pixels)
-        self._local.begin(slot, pixels)
+        return self._local.begin(slot, pixels)
 
     def run_parts(self, count: int) -> None:
         self._group.send("parts", count)

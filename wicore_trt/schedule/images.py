@@ -111,10 +111,6 @@ class ImageBook:
             if start <= image.begin < start + count
         )
 
-    def list_slots(self, images: Iterable[PromptImage]) -> list[int]:
-        """List the slots of those of these images that are ready."""
-        return [self._slots[i.key] for i in images if i.key in self._slots and i.key != self._encoding]
-
     def begin_encoding(self) -> tuple[int, PromptImage] | None:
         """Choose the next image and its slot; None while one is encoded, none is wanted or no slot may be taken."""
         if self.busy or not self._wanted:
