@@ -68,7 +68,7 @@ def many_lengths(count: int) -> list[int]:
 @pytest.mark.parametrize(
     ("lengths", "orders"),
     [
-        pytest.param((30, 516, 40, 100), 1, id="few"),  # the window of 512 slides over the second one
+        pytest.param((9, 516, 21), 1, id="few"),  # the window of 512 slides over the second one
         pytest.param(many_lengths(32), 2, id="many", marks=pytest.mark.long),
     ],
 )

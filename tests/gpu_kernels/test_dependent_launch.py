@@ -6,6 +6,7 @@ import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,17 @@ def in_turn(spec: KernelSpec, target: str = "sm90") -> KernelSpec:
     return replace(spec, dependent=find_mode(spec.function.__name__, target))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def list_cases() -> list[Any]:
+    """SPECS; those whose function an earlier one has are marked long."""
+    cases, seen = [], set[str]()
+    for spec in SPECS:
+        name = spec.function.__name__
+        cases.append(pytest.param(spec, id=spec.name, marks=[pytest.mark.long] if name in seen else []))
+        seen.add(name)
+    return cases
+
+
+@pytest.mark.parametrize("spec", list_cases())
 def test_nothing_of_other_kernels_is_touched_before_the_wait(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

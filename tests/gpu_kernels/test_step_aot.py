@@ -80,6 +80,7 @@ def test_step_kernel_compiles(name: str, target: str) -> None:
         assert kernel.shared_bytes <= 4 * 4 * spec.num_warps
 
 
+@pytest.mark.long
 def test_the_default_number_of_candidates_compiles() -> None:
     draw = step_specs.sample_specs(VOCAB, "sm90", sampled=True)["draw"]
     assert draw.constants["CAPACITY"] == 2048

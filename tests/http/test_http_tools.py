@@ -34,7 +34,7 @@ def check_paint(call) -> None:
 
 async def test_a_named_function_is_called(client):
     choice = {"type": "function", "function": {"name": "paint"}}
-    for seed in range(3):
+    for seed in range(2):
         found = await client.chat.completions.create(
             **asking(tool_choice=choice, seed=seed, parallel_tool_calls=False, n=2)
         )
@@ -48,7 +48,7 @@ async def test_a_named_function_is_called(client):
 
 async def test_calls_are_streamed_in_parts(client):
     choice = {"type": "function", "function": {"name": "paint"}}
-    for seed in range(4):
+    for seed in range(2):
         calls, reasons, role = {}, [], []
         stream = await client.chat.completions.create(**asking(tool_choice=choice, seed=seed, stream=True))
         async for chunk in stream:
@@ -93,7 +93,7 @@ async def test_calls_come_over_the_websocket(running):
 
 
 async def test_required_calls_something(client):
-    for seed in range(4):
+    for seed in range(2):
         found = await client.chat.completions.create(**asking(tool_choice="required", seed=seed))
         [answer] = found.choices
         assert answer.message.tool_calls and {c.function.name for c in answer.message.tool_calls} <= {"paint", "stop"}

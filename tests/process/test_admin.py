@@ -108,7 +108,7 @@ async def test_draining_lets_streams_end_and_holds_for_the_next_front(tmp_path):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["engine", "front"])
+@pytest.mark.parametrize("name", ["engine", pytest.param("front", marks=pytest.mark.long)])
 async def test_a_process_that_hangs_holds_up_nothing_else(tmp_path, name):
     """The supervisor answers, starts the others again, and ends what takes none of its messages any more."""
     async with administered(tmp_path, narrow=True) as (server, client):

@@ -83,6 +83,7 @@ def test_wheel_contents(installed: Path) -> None:
     assert not [n for n in names if "tests" in n.split("/")]
 
 
+@pytest.mark.long
 def test_wheel_holds_each_file_once(installed: Path) -> None:
     """cli/, plugins/ and recipes/ are folders at the root and links inside of the package."""
     contents = [p.read_bytes() for p in installed.rglob("*.py") if p.name != "__init__.py" and "gen" not in p.parts]
