@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 import torch
+from fakes import tiny_spec
 from parity.tiny import tiny_model
 
 from benchmarks.cpu import decode as cpu
@@ -16,7 +17,7 @@ from wicore_trt.bench.bound import MachineRates, ModelCost
 from wicore_trt.bench.report import Roof
 
 ROOF = Roof(
-    ModelCost.from_dtypes(tiny_model(0).spec, "bfloat16", "bfloat16", "bfloat16"),
+    ModelCost.from_dtypes(tiny_spec(8), "bfloat16", "bfloat16", "bfloat16"),
     MachineRates("cpu", 2, 1e6, 1e12, "float32"),
 )
 

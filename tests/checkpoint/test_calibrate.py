@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lazy import LazyModule
 from parity.tiny import TinyModel, tiny_model
 from safetensors.torch import load_file, save_file
 from text.synthetic_tokenizer import BOS
 from text.synthetic_tokenizer import write as write_tokenizer
 from tiny_source import open_intact
-from transformers import DynamicCache
 
 from wicore_trt.backends.torch import calibrate as module
 from wicore_trt.backends.torch.calibrate import TextCalibration, measure_magnitudes
@@ -34,6 +34,8 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import CheckpointError, ConfigError, WicoreError
 from wicore_trt.text.tokenizer import Tokenizer
+
+transformers = LazyModule("transformers")
 
 TEXT = "hello world, Hello. What is that: a bear? No! it's a 日本 🙂 whale.\nß é 12 "
 HOOKED = {"attention.qkv": "self_attn.q_proj", "attention.dense": "self_attn.o_proj", "mlp.fc": "mlp.gate_proj"}
@@ -89,7 +91,7 @@ def hf_amax(model: TinyModel, pieces: list[list[int]]) -> dict[str, float]:
         for ours, hf in HOOKED.items()
     ]
     for piece in pieces:
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         with torch.inference_mode():
             model.hf(torch.tensor([piece]), past_key_values=cache)
         for i, layer in enumerate(cache.layers):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lazy import LazyModule
 from safetensors.torch import load_file, save_file
 from test_gguf import write_gguf
 from tiny_source import write_tiny_source
@@ -25,7 +26,7 @@ from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import CheckpointError, ConfigError
 
-peft = pytest.importorskip("peft")
+peft = LazyModule("peft")
 IDS = [2, *(5 + (7 * i) % 50 for i in range(30))]
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 

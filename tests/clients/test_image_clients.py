@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import anthropic
-import openai
 import pytest
 import torch
+from lazy import LazyModule
 from PIL import Image
 from real_server import Served, serving
 from tiny_images import load_oracle, load_processor, write_image_source
@@ -27,6 +26,9 @@ from wicore_trt.cli.generate import command as generate
 from wicore_trt.client import Client
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.types import SamplingParams
+
+openai = LazyModule("openai")
+anthropic = LazyModule("anthropic")
 
 HERE, ROOT, TOKENS = Path(__file__).parent, Path(__file__).parents[2], 8
 

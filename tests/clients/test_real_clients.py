@@ -13,13 +13,15 @@ from typing import Literal
 
 import grpc
 import httpx
-import openai
 import pytest
 import websockets
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from lazy import LazyModule
 from pydantic import BaseModel, ConfigDict, Field
 from real_server import Served
+
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.model
 PROMPT = "The capital of France is"

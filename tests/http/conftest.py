@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import openai
 import pytest
 import pytest_asyncio
+from lazy import LazyModule
 from web import make_engine, serving
+
+openai = LazyModule("openai")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

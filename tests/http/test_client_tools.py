@@ -6,13 +6,15 @@ import json
 import logging
 from functools import partial
 
-import openai
 import pytest
 from constrained_web import PAINT, make_constrained_engine
+from lazy import LazyModule
 from web import error_of
 
 from wicore_trt.http.bodies import ResponsesBody
 from wicore_trt.http.responses import make_chat
+
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = partial(make_constrained_engine, 4096)

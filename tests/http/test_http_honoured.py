@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-import anthropic
-import openai
 import pytest
 from constrained_web import PAINT, make_constrained_engine
 from fakes import EOS
+from lazy import LazyModule
 from web import TOKENIZER, error_of, make_engine, serving
+
+openai = LazyModule("openai")
+anthropic = LazyModule("anthropic")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine

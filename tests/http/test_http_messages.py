@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 
-import anthropic
 import pytest
 from constrained_web import PAINT, make_constrained_engine
 from fakes import greedy
+from lazy import LazyModule
 from web import TOKENIZER, error_of, make_engine, serving
 
 from wicore_trt.text.turns import render_turns
+
+anthropic = LazyModule("anthropic")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine

@@ -6,10 +6,12 @@ import asyncio
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 from fakes import EOS, greedy
+from lazy import LazyModule
 from web import GREEDY, MAX_CONTEXT, TOKENIZER, error_of, expected, make_engine, serving
+
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXTRA = {"extra_body": {"ignore_eos": True}}

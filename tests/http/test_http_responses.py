@@ -6,13 +6,15 @@ import asyncio
 import json
 from typing import Literal
 
-import openai
 import pytest
 from constrained_web import PAINT, make_constrained_engine
+from lazy import LazyModule
 from pydantic import BaseModel
 from web import error_of, make_engine, serving
 
 from wicore_trt.text.turns import render_turns
+
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 make_one = make_constrained_engine

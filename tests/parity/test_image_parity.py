@@ -16,14 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from lazy import LazyModule
 from parity.paged import PagedDriver, PagedSequence, relative_error
 from parity.tiny import TinyModel, tiny_model
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from wicore_trt.backends.torch import executor as torch_executor
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.options import ExecutorOptions
+
+transformers = LazyModule("transformers")
 
 TOLERANCE = 1e-4
 SOFT, VOCAB = 96, 97
@@ -46,16 +48,16 @@ class Seeing:
         self.tokens, self.rng = tokens, random.Random(seed)
         self.text: TinyModel = tiny_model(seed, vocab_size=VOCAB, final_logit_softcapping=None, **overrides)
         size = 112 if tokens > 16 else 56
-        vision = SiglipVisionConfig(
+        vision = transformers.SiglipVisionConfig(
             hidden_size=16, image_size=size, patch_size=14, intermediate_size=24, num_hidden_layers=1,
             num_attention_heads=2, vision_use_head=False,
         )  # fmt: skip
-        config = Gemma3Config(
+        config = transformers.Gemma3Config(
             text_config=self.text.hf.config, vision_config=vision, mm_tokens_per_image=tokens,
             image_token_id=SOFT, attn_implementation="eager",
             tie_word_embeddings=self.text.spec.tie_word_embeddings,
         )  # fmt: skip
-        self.hf = Gemma3ForConditionalGeneration(config).eval().float()
+        self.hf = transformers.Gemma3ForConditionalGeneration(config).eval().float()
         self.hf.model.language_model.load_state_dict(self.text.hf.model.state_dict())
         self.hf.lm_head.load_state_dict(self.text.hf.lm_head.state_dict())
         projector = self.hf.model.multi_modal_projector

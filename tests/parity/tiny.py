@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from lazy import LazyModule
 
 from wicore_trt.checkpoint.names import Role, hf_shapes, unified_tensors
 from wicore_trt.checkpoint.quantize import quantize_e4m3_per_channel
 from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import Gemma3Spec
 
+transformers = LazyModule("transformers")
+
 
 @dataclass(frozen=True)
 class TinyModel:
     """One set of weights seen by both sides. `tensors` are the unified checkpoint's, float32."""
 
-    hf: Gemma3ForCausalLM
+    hf: Any
     spec: Gemma3Spec
     tensors: dict[str, torch.Tensor]
 
@@ -85,9 +87,9 @@ def tiny_model(seed: int, **overrides: Any) -> TinyModel:
         },
         "final_logit_softcapping": rng.choice((None, None, 30.0)),
     }
-    config = Gemma3TextConfig(**{**settings, **overrides}, attn_implementation="eager")
+    config = transformers.Gemma3TextConfig(**{**settings, **overrides}, attn_implementation="eager")
     torch.manual_seed(seed)
-    hf = Gemma3ForCausalLM(config).eval().float()
+    hf = transformers.Gemma3ForCausalLM(config).eval().float()
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             if name.endswith("norm.weight"):
@@ -120,13 +122,13 @@ def overflowing_model(where: str) -> TinyModel:
     return TinyModel(model.hf, model.spec, tensors)
 
 
-def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) -> Gemma3ForCausalLM:
+def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) -> Any:
     """transformers' model around an engine's fused float32 tensors, sharing their memory (norms apart).
 
     The inverse of `unified` and `backends.torch.weights.fuse_weights`; for models without transformers weights at hand.
     """
     names = {"global": "full_attention", "local": "sliding_attention"}
-    config = Gemma3TextConfig(
+    config = transformers.Gemma3TextConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -163,7 +165,7 @@ def transformers_model(spec: Gemma3Spec, tensors: Mapping[str, torch.Tensor]) ->
         for source, rows in zip(tensor.sources, w.split([shapes[s][0] for s in tensor.sources]), strict=True):
             state[source] = rows - 1 if tensor.role is Role.NORM else rows
     with torch.device("meta"):
-        hf = Gemma3ForCausalLM(config)
+        hf = transformers.Gemma3ForCausalLM(config)
     hf.load_state_dict(state, strict=False, assign=True)
     hf.tie_weights()
     hf.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)

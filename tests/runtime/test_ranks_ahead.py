@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 from runtime.triton_cpu import executor_of  # noqa: E402
-from runtime.triton_rank_cpu import MODEL, OPENER  # noqa: E402
+from runtime.triton_rank_cpu import OPENER, make_model  # noqa: E402
 
 from wicore_trt.errors import RankError  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
@@ -34,7 +34,7 @@ HOSTS = SamplingParams(temperature=0.7, repetition_penalty=1.2)
 
 def open_ranks(path: str = "engine") -> RankedAheadExecutor:
     options = ExecutorOptions(device="cpu", threads=1, compare_ranks=True)
-    return RankedAheadExecutor(Path(path), MODEL.spec, 2, OPENER, options)
+    return RankedAheadExecutor(Path(path), make_model().spec, 2, OPENER, options)
 
 
 def piece(seq_id: int, tokens: list[int], start: int, params: SamplingParams, **more: Any) -> SequenceSlice:
@@ -47,7 +47,7 @@ def run_steps(executor: AheadExecutor) -> list[list[int]]:
     """Prompts, three steps of which each but the first begins before the last one was read, and one that a host's
     parameters join."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(MODEL.spec.vocab_size) for _ in range(5)] for _ in PARAMS]
+    prompts = [[rng.randrange(make_model().spec.vocab_size) for _ in range(5)] for _ in PARAMS]
     found = [executor.execute(StepBatch([piece(i, p, 0, PARAMS[i]) for i, p in enumerate(prompts)]))]
     ids = [list(token.token_ids) for token in found[0].sampled]
     for step in range(3):
@@ -73,7 +73,7 @@ def two() -> Iterator[RankedAheadExecutor]:
 
 def test_two_ranks_choose_the_tokens_of_one(two: RankedAheadExecutor) -> None:
     """On the device greedily and by drawing, a step ahead, and by rank 0's host; no rank sees other tokens."""
-    one = executor_of(MODEL, graphs=True)
+    one = executor_of(make_model(), graphs=True)
     assert isinstance(two, AheadExecutor)
     assert run_steps(two) == run_steps(one)
     assert two._group.failure is None and two.layout.page_bytes == one.layout.page_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
+from parity.tiny import TinyModel
 from runtime.triton_cpu import executor_of, small_model
 
 from wicore_trt.backends.triton.executor import TritonExecutor
@@ -11,14 +13,17 @@ from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.options import ExecutorOptions
 
 OPENER = f"{__name__}:open_rank"
-MODEL = small_model(
-    7, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=96
-)
+
+
+@cache
+def make_model() -> TinyModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return small_model(7, vocab_size=96, **sizes)
 
 
 def open_rank(path: Path, options: ExecutorOptions, ranks: RankExchange) -> TritonExecutor:
-    part = MODEL.spec.shard(ranks.rank, ranks.ranks)
-    executor = executor_of(MODEL, part=part, ranks=ranks, graphs=True, compare_ranks=options.compare_ranks)
+    part = make_model().spec.shard(ranks.rank, ranks.ranks)
+    executor = executor_of(make_model(), part=part, ranks=ranks, graphs=True, compare_ranks=options.compare_ranks)
     if path.name == f"other-{ranks.rank}":  # this rank draws otherwise
         executor.memory.logits.add_(0)
         choose = executor.sampler.drawing.draw_rows
