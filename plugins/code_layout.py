@@ -3,7 +3,7 @@
 Plain arithmetic; neither Triton, CUDA nor what a page means. Invariant: all parts of a coded page begin at multiples of
 16 bytes, and a coded page takes three quarters of its raw bytes, whatever it holds.
 
-docs/page-code.md describes the format: header, index, tops, bits, signs, escapes, one behind the other.
+docs/page-code.md describes the format: header, index, tops, bits, signs, escapes, seal, one behind the other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from typing import Any
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.plugins.layout import Launch, PoolShape
 
-MAGIC = b"WKC\x01"
+MAGIC = b"WKC\x02"
 HEADER_BYTES = 16
+SEAL_BYTES = 16
+"""The digest of the decoded page, at the end; 0 until somebody seals it."""
+SEAL_KEY = bytes(32)
+"""Key of that digest: another process must find it again."""
+FORMAT = f"lossless-{MAGIC[3]}"
+ENCODE, DECODE = ("page_tops", "page_starts", "page_encode"), "page_decode"
+"""Kernels of `kernels.page_code`, in the order of their launches."""
 TILE = 128
 ESCAPE = 7
 """Distance that stands for all larger ones, too."""
@@ -38,9 +45,13 @@ class PageCode:
         self.bits = self.tops + columns
         self.signs = self.bits + 3 * self.values // 8
         self.escapes = self.signs + self.values
-        self.room = self.coded_bytes - self.escapes
+        self.room = self.coded_bytes - self.escapes - SEAL_BYTES
         assert self.raw_bytes < 1 << 31, "kernels count bytes of a page in 32 bits"
         assert self.room >= 0, "pages so small have no room for the code's tables"
+
+    def fits(self, head: memoryview) -> bool:
+        """Tell by the first HEADER_BYTES of a page that was encoded whether it had room for its escapes."""
+        return int.from_bytes(head[12:HEADER_BYTES], "little") <= self.room
 
 
 def find_code(shape: PoolShape) -> PageCode | None:
@@ -56,7 +67,7 @@ def find_code(shape: PoolShape) -> PageCode | None:
 def encode_launches(
     constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int
 ) -> list[Launch]:
-    """Launch `page_tops`, `page_starts` and `page_encode` of `kernels.page_code`, one behind the other. `arrays`: int64
+    """Launch the kernels ENCODE, one behind the other. `arrays`: int64
     `offsets` [pages] of pages from `memory` in values, multiples of 16; `coded` uint8 [pages, coded_bytes]; `found`
     int32 [pages], which becomes the number of escapes. Where that exceeds `room` the page is to be kept raw, and
     `coded` is unspecified."""
@@ -67,7 +78,7 @@ def encode_launches(
 
 
 def decode_launch(constants: Mapping[str, Any], code: PageCode, arrays: Mapping[str, Any], pages: int) -> Launch:
-    """Launch `page_decode` of `kernels.page_code`: arrays as of `encode_launches` without `found`. Whatever `coded`
+    """Launch the kernel DECODE: arrays as of `encode_launches` without `found`. Whatever `coded`
     holds, only the pages' own bytes are written and only theirs read."""
     grid = (code.blocks * code.channels // constants["WIDTH"], pages, 1)
     return Launch(grid, {**arrays, "blocks": code.blocks})

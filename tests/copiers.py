@@ -10,6 +10,7 @@ class PlainCopier:
 
     broken: BaseException | None = None
     checks = False
+    coded_bytes: dict[str, int] = {}
 
     def pin(self, memory: memoryview) -> bool:
         return False

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.plugins.code_layout import SEAL_BYTES, SEAL_KEY, PageCode
+from wicore_trt.runtime.page_code import decode_pages, encode_pages
 from wicore_trt.runtime.page_digest import PageDigest
 
 
@@ -88,3 +93,46 @@ class Digests:
             page = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
             lane.put(lambda page=page: found.append(self._digest.compute_digest([page])))
         return lambda: found
+
+
+class Coder:
+    """Codes pages on the CPU when the lane gets there, in staging for so many pages, of rubbish at first."""
+
+    def __init__(self, codes: Mapping[str, PageCode], pages: int = 3) -> None:
+        self.codes, largest = codes, max(code.coded_bytes for code in codes.values())
+        self._digest = PageDigest(SEAL_KEY, max(code.raw_bytes for code in codes.values()))
+        self.staging_bytes = pages * largest
+        self._memory = aligned_buffer(2 * self.staging_bytes)
+        self._memory[:] = b"\x5a" * len(self._memory)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.staging = (first, first + self.staging_bytes)
+
+    def encode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
+        return self._put(lane, pages, self.encode_one)
+
+    def decode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
+        return self._put(lane, pages, self.decode_one)
+
+    def _put(self, lane: Lane, pages: Sequence[tuple[str, int, int]], work: Any) -> Callable[[], Sequence[bytes]]:
+        seals: list[bytes] = []
+        assert len({staged for *_, staged in pages}) == len(pages)
+        for group, address, staged in pages:
+            code = self.codes[group]
+            page, coded = _memory_at(address, code.raw_bytes), _memory_at(staged, code.coded_bytes)
+            lane.put(lambda code=code, page=page, coded=coded: seals.append(work(code, page, coded)))
+        return lambda: seals
+
+    def encode_one(self, code: PageCode, page: memoryview, coded: memoryview) -> bytes:
+        seal = self._digest.compute_digest([page])
+        made, _ = encode_pages(code, np.frombuffer(page, "<u2")[None])
+        coded[:] = made[0].tobytes()
+        coded[-SEAL_BYTES:] = seal
+        return seal
+
+    def decode_one(self, code: PageCode, page: memoryview, coded: memoryview) -> bytes:
+        page[:] = decode_pages(code, np.frombuffer(coded, np.uint8)[None])[0].tobytes()
+        return self._digest.compute_digest([page])
+
+
+def _memory_at(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")

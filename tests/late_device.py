@@ -8,19 +8,26 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from fakes import AheadFakeExecutor
-from lanes import Lane
+from lanes import Coder, Lane
 
+from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.plugins.code_layout import PageCode
 from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.runtime.page_copier import StreamPageCopier, new_digest
 from wicore_trt.runtime.page_digest import PageDigest
 
 DIGEST = 8
 """Bytes of an entry of a page."""
+CODES = {GLOBAL: PageCode(4, 32, 64), LOCAL: PageCode(8, 32, 64)}
+"""Of pages of 16 and 32 KiB."""
+NOISY = 20
+"""One entry of so many makes its page one that has no code."""
 
 
 class Device:
@@ -52,29 +59,39 @@ class Device:
 
 
 class _Page:
-    """Entries of a page as `FakeExecutor` reads and writes them."""
+    """Entries of a page as `FakeExecutor` reads and writes them. The rest of a large page follows from them."""
 
-    def __init__(self, row: torch.Tensor) -> None:
-        self._row = row
+    def __init__(self, row: torch.Tensor, size: int) -> None:
+        self._row, self._each, self._first = row, (row.numel() - DIGEST * size) // size, DIGEST * size
 
     def __getitem__(self, i: int) -> bytes:
-        return bytes(self._row[DIGEST * i : DIGEST * (i + 1)].numpy())
+        value, at = bytes(self._row[DIGEST * i : DIGEST * (i + 1)].numpy()), self._first + self._each * i
+        if self._each and bytes(self._row[at : at + self._each].numpy()) != self._fill(value):
+            return b"torn"
+        return value
 
     def __setitem__(self, i: int, value: bytes) -> None:
+        at = self._first + self._each * i
         self._row[DIGEST * i : DIGEST * (i + 1)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        if self._each:
+            self._row[at : at + self._each] = torch.frombuffer(bytearray(self._fill(value)), dtype=torch.uint8)
+
+    def _fill(self, value: bytes) -> bytes:
+        noisy = sum(value) % NOISY == 0
+        return random.Random(value).randbytes(self._each) if noisy else value[:1] * self._each
 
 
 class _Pages:
-    def __init__(self, pool: torch.Tensor) -> None:
-        self._pool = pool
+    def __init__(self, pool: torch.Tensor, size: int) -> None:
+        self._pool, self._size = pool, size
 
     def __getitem__(self, slot: int) -> _Page:
-        return _Page(self._pool[slot])
+        return _Page(self._pool[slot], self._size)
 
 
 class LateExecutor(AheadFakeExecutor):
     """An `AheadExecutor` whose steps run on the first stream. `lane`: makes a stream that copies; `digests`: what
-    computes digests on the device, given how; none by default."""
+    computes digests on the device, given how; none by default; `coder`: what codes pages, which are large then."""
 
     def __init__(
         self,
@@ -82,15 +99,19 @@ class LateExecutor(AheadFakeExecutor):
         seed: int,
         lane: Callable[..., Lane] = Lane,
         digests: Callable[[PageDigest], Any] = lambda digest: None,
+        coder: Callable[[Mapping[str, PageCode]], Coder] | None = None,
     ) -> None:
         super().__init__(*sizes, seed=seed)
-        size = DIGEST * self.layout.page_tokens
-        pools = {g: torch.zeros((n, size), dtype=torch.uint8) for g, n in self.layout.num_pages.items()}
-        self.memory = {g: _Pages(pool) for g, pool in pools.items()}
+        tokens, groups = self.layout.page_tokens, self.layout.num_pages
+        if coder is not None:
+            self.layout = replace(self.layout, page_bytes={g: CODES[g].raw_bytes for g in groups})
+        pools = {g: torch.zeros((n, self.layout.page_bytes[g]), dtype=torch.uint8) for g, n in groups.items()}
+        self.memory = {g: _Pages(pool, tokens) for g, pool in pools.items()}
         self.device, digest = Device(random.Random(seed + 1), lane), new_digest(pools)
         self.copier = StreamPageCopier(
-            pools, self.layout.page_tokens, self.device.streams, self.device, digests=digests(digest), digest=digest
-        )
+            pools, self.layout.page_tokens, self.device.streams, self.device, digests=digests(digest), digest=digest,
+            coder=coder({g: CODES[g] for g in groups}) if coder is not None else None,
+        )  # fmt: skip
         self._under_way: list[tuple[threading.Event, list[StepResult | BaseException]]] = []
 
     def submit(self, batch: StepBatch) -> None:

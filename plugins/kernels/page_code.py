@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.aot import Constant, KernelSpec
-from wicore_trt.plugins.code_layout import ESCAPE, HEADER_BYTES, MAGIC, PageCode
+from wicore_trt.plugins.code_layout import ESCAPE, HEADER_BYTES, MAGIC, SEAL_BYTES, PageCode
 
 _MAGIC = tl.constexpr(int.from_bytes(MAGIC, "little"))
 _HEADER = tl.constexpr(HEADER_BYTES)
+_SEAL = tl.constexpr(SEAL_BYTES)
 _ESCAPE = tl.constexpr(ESCAPE)
 _INDEX_CHUNK = tl.constexpr(1024)
 
@@ -110,7 +111,7 @@ def page_encode(
     as `page_tops`; a program writes zeros into its share of the room that is left."""
     tops, bits, signs, escapes, size = _parts(blocks, ROWS, CHANNELS, TILE)
     total = tl.load(found + tl.program_id(1))
-    if total > size - escapes:
+    if total > size - _SEAL - escapes:
         return
     block, first = _place(CHANNELS, WIDTH)
     out = tl.multiple_of(coded + tl.program_id(1).to(tl.int64) * size, 16)
@@ -133,7 +134,7 @@ def page_encode(
     escaped = both >> r & 1
     at = tl.load(index) + tl.cumsum(count, axis=1) - count + tl.cumsum(escaped, axis=0) - escaped
     tl.store(_point_singly(out + escapes, at, VECTOR), (value >> 7).to(tl.uint8), escaped != 0)
-    share = tl.cdiv(size - escapes, tl.num_programs(0))
+    share = tl.cdiv(size - escapes, tl.num_programs(0))  # the seal, too
     z = tl.program_id(0) * share + tl.arange(0, ROWS * WIDTH // 8)
     left = (z >= total) & (z < (tl.program_id(0) + 1) * share) & (z < size - escapes)
     tl.store(out + escapes + z, tl.zeros([ROWS * WIDTH // 8], tl.uint8), left)
@@ -167,7 +168,7 @@ def page_decode(
         escaped = both >> r & 1
         at = next_escape + tl.cumsum(escaped, axis=0) - escaped
         next_escape += tl.sum(escaped, axis=0, keep_dims=True)
-        inside = (escaped != 0) & (at < (size - escapes).to(tl.uint32))
+        inside = (escaped != 0) & (at < (size - _SEAL - escapes).to(tl.uint32))
         raw = tl.load(_point_singly(source + escapes, at, VECTOR), inside, 0).to(tl.uint32)
         distance = (low >> r & 1) << 7 | (middle >> r & 1) << 8 | (high >> r & 1) << 9
         exponent = tl.where(escaped != 0, raw << 7, (top - distance) & 0x7F80)

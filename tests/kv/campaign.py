@@ -296,7 +296,8 @@ class Stack:
         flipped, moving = 0, self.moving
         for copy in list(self.tiers.host.iterate_copies()):
             if copy.ready and not (moving and copy.readers) and self.rng.random() < share:
-                flip_bit(self.tiers.movers.host.page_parts(copy), self.rng.randrange(8 * 8 * self.shape.page_tokens))
+                parts = self.tiers.movers.host.page_parts(copy)
+                flip_bit(parts, self.rng.randrange(8 * sum(map(len, parts))))
                 flipped += 1
         return flipped
 

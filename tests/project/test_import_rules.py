@@ -80,8 +80,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends.triton": (*BACKEND, "backends.torch.vision", "backends.triton"),  # one image encoder
     "backends.tensorrt": (*BACKEND, "backends.tensorrt"),
     "backends.trtllm": (*BACKEND, "kv", "backends.trtllm"),  # our tiers behind its KV connector
-    "kv.sizing": ("errors", "kv", "model"),
-    "kv.tiers.open_tiers": ("errors", "memory", "config", "kv", "runtime.executor"),
+    "kv.sizing": ("errors", "kv", "model", "plugins.code_layout", "plugins.layout"),
+    "kv.tiers.open_tiers": ("errors", "memory", "config", "kv", "runtime.executor", "plugins.code_layout"),
     "kv.disk.native": ("kv.disk", "plugins.cpu_library"),  # its threads are the library's
     "kv": ("errors", "types", "collector", "kv", "model.spec", "runtime.executor"),
     "schedule": ("errors", "types", "kv", "schedule", "model.spec", "runtime.batch"),

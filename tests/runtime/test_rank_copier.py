@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from wicore_trt.errors import RankError
+from wicore_trt.runtime.executor import UNFIT
 from wicore_trt.runtime.page_digest import PageDigest
 from wicore_trt.runtime.rank_copier import RankedCopier, cut_part
 
@@ -22,6 +23,7 @@ class Device:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pages, self.waiting = rank, dict[int, bytes](), list[Callable[[], None]]()
+        self.coded_bytes: dict[str, int] = {}
         self.digest = PageDigest(b"k" * 32, PART).compute_digest
 
     def pin(self, memory: memoryview) -> bool:
@@ -123,6 +125,29 @@ def test_a_page_is_one_of_all_parts(copier: RankedCopier, seed: int) -> None:
     assert not came, "told before all ranks had copied"
     end_in_any_order(copier, rng)
     assert [n for n in range(4) if came[n] != digests[n]] == [wrong]
+
+
+def test_a_page_is_kept_raw_by_all_ranks_or_none() -> None:
+    """Each codes its own part; one that has no code decides for all."""
+    group = Others()
+    for device in group.devices:
+        device.coded_bytes = {"global": 4096}
+    copier = group.copier = RankedCopier(group, group.devices[0], {"global": PART})  # type: ignore[arg-type]
+    assert copier.coded_bytes == {"global": RANKS * 4096}
+    told = list[bytes | None]()
+    slab = copier.map_memory(RANKS * PART)
+    for device in group.devices:
+        device.pages = {slot: bytes(4096) for slot in range(2)}
+    for slot in range(2):
+        copier.to_host("global", slot, [slab[: RANKS * 4096]], lambda digest, seconds: told.append(digest))
+    copier.flush()
+    group.devices[1].waiting[-1] = lambda: group.on_reply(1, ["copied", 2, [UNFIT], 0.0])
+    end_in_any_order(copier, random.Random(1))
+    assert len(told) == 2 and told[0] != UNFIT and told[1] == UNFIT
+    for device in group.devices:
+        device.coded_bytes = {"global": 4000}
+    again = RankedCopier(group, group.devices[0], {"global": PART})  # type: ignore[arg-type]
+    assert not again.coded_bytes, "their digests need whole chunks"
 
 
 def test_copies_of_a_lost_rank_never_end(copier: RankedCopier) -> None:

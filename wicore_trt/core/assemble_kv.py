@@ -75,7 +75,7 @@ def make_cache(
     if tiers is not None:
         # the threads that move pages run a few lines at a time, and would wait 5 ms for each beside a busy engine
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
-        loader = PrefixLoader(manager, tiers, layout.page_bytes)
+        loader = PrefixLoader(manager, tiers, dict(tiers.movers.host.page_bytes))
         tiers.up.disk_rate = loader.observe_disk_read
         _keep_times(manager.retention, tiers)
         probe_tiers(manager, tiers, layout.page_bytes, partial(loader.record_probe, loader.host_meter))

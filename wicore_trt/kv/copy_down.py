@@ -38,6 +38,8 @@ class CopyDown:
         self._tiers = tiers
         self._policy = policy
         self.unsaved: dict[str, set[int]] = {group: set() for group in pools}
+        if tiers is not None:
+            tiers.store_again = self._copy_raw
 
     def request_copy(self, group: str, slot: int, policy: WritePolicy) -> None:
         """Copy a page soon if it is trusted and `policy` is the write policy."""
@@ -77,6 +79,14 @@ class CopyDown:
         assert self._tiers is not None and page is not None
         self.forget_slot(group, slot)
         self._tiers.down.store_page(page, slot)
+
+    def _copy_raw(self, page: Page) -> bool:
+        """Copy a page again that turned out to have no code. False: its slot is another's, or there is no room."""
+        pool = self._pools[page.group]
+        slot = pool.find_slot(page.key)
+        if slot is None or not pool.trusted[slot] or self._tiers is None:
+            return False
+        return self._tiers.down.store_page(page, slot, raw=True) is not None
 
     def check_integrity(self) -> None:
         for group, slots in self.unsaved.items():

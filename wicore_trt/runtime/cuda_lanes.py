@@ -120,9 +120,16 @@ class CudaDigests:
         words = torch.empty(shape, dtype=torch.int64, device=self._device)
         self._free.extend(map(_Scratch, asked, words, found))
 
-    def start(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
+    def start(
+        self,
+        lane: CudaLane,
+        pages: Sequence[tuple[int, int]],
+        first: Callable[[torch.Tensor], object] | None = None,
+        then: Callable[[torch.Tensor], object] | None = None,
+    ) -> Callable[[], list[bytes]]:
         """Compute on the lane the digests of pages (address, bytes); call the result once the lane has passed this
-        point."""
+        point. `first` may launch work before that, given the pages' places from `base` in words, int64 [pages] on the
+        device; `then` behind it, given the digests, int64 [pages, 2]."""
         count = len(pages)
         assert count <= self._pages
         try:
@@ -136,12 +143,16 @@ class CudaDigests:
         words, sums = scratch.words, scratch.words[2 * count : 4 * count]
         with torch.cuda.stream(lane.stream):
             words[: 4 * count].copy_(scratch.asked[: 4 * count], non_blocking=True)
+            if first is not None:
+                first(words[:count])
             arrays = {
                 "memory": self._base, "offsets": words.data_ptr(), "lengths": words[count:].data_ptr(),
                 "key": self._key.data_ptr(), "sums": sums.data_ptr(),
             }  # fmt: skip
             call = page_digest_launch(arrays, count, max(nbytes for _, nbytes in pages), self._second_pairs)
             SHARED_LAUNCHER.launch(self._kernel, call, int(lane.stream.cuda_stream))
+            if then is not None:
+                then(sums.view(count, 2))
             scratch.found[: 2 * count].copy_(sums, non_blocking=True)
 
         def digests() -> list[bytes]:

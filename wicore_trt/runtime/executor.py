@@ -7,7 +7,7 @@ but for rounding where an engine is not batch-invariant (I21); its tokens depend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,7 +61,9 @@ class KVLayout:
 
 Done = Callable[[bytes | None, float], None]
 """What a page copier calls when a copy is over: the digest of the page's bytes on the device, 16 bytes, before they
-left or after they came, and the seconds that the copy itself took, without waiting."""
+left or after they came, and the seconds that the copy itself took, without waiting. Of a coded page the digest is that
+of its code, and UNFIT where the page has none of that size, or where what came is no page's code."""
+UNFIT = b""
 CameIn = Callable[[Sequence[bytes | None], float], None]
 """The same for the next pages of a call that asked for many, in its order: their digests, and the seconds of all."""
 
@@ -75,10 +77,12 @@ class PageCopier(Protocol):
     returns. Copies of one direction end in order. `settled`: the page was complete when the last collected step ended
     and no step under way writes it, so the copy need not wait for steps. `broken`: why no copy will end any more;
     `done` of those under way is then never called. `checks`: `done` gets digests; otherwise they are None, and callers
-    use `digest` of the bytes in host memory."""
+    use `digest` of the bytes in host memory. `coded_bytes`: of a page's code, by those layer groups whose pages go
+    coded into host buffers of so many bytes in all, and come back from there; longer buffers get the page itself."""
 
     broken: BaseException | None
     checks: bool
+    coded_bytes: Mapping[str, int]
 
     def pin(self, memory: memoryview, /) -> bool:
         """Lock host memory for copies, where that is faster, as long as the copier lives. Any thread. Returns True if

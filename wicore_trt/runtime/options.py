@@ -19,7 +19,8 @@ class ExecutorOptions:
     step, 0 for PyTorch's choice. `kv_pages` sets each layer group's pages; otherwise `kv_bytes` is divided between the
     groups. With neither, backend triton takes the memory left, up to `kv_fraction` of the GPU, others DEFAULT_KV_BYTES.
     `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
-    prefixes will be loaded from lower tiers, which takes KV pages of its own. `image_slots`: images whose features are
+    prefixes will be loaded from lower tiers, which takes KV pages of its own. `code_pages`: the copier codes pages, if
+    the engine can. `image_slots`: images whose features are
     kept, of 256 tokens each for a published model. `compare_ranks` ends an engine of several GPUs whose ranks chose
     different tokens. Without `peer_access` such ranks exchange through host memory."""
 
@@ -35,6 +36,7 @@ class ExecutorOptions:
     max_context: int | None = None
     batch_invariant: bool = False
     loads: bool = False
+    code_pages: bool = False
     image_slots: int = 32
     compare_ranks: bool = False
     peer_access: bool = True

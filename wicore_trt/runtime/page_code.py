@@ -35,7 +35,7 @@ def decode_page(code: PageCode, coded: Buffer) -> bytes:
 
 def encode_pages(code: PageCode, pages: Values) -> tuple[Bytes, NDArray[np.int64]]:
     """Encode uint16 [n, values]: uint8 [n, coded_bytes], and how many escapes each page has. Where these exceed `room`
-    the coded bytes are zeros."""
+    the coded bytes are zeros behind the header. Nothing is sealed."""
     n, values = len(pages), pages.astype("<u2", copy=False).reshape(-1, code.blocks, code.rows, code.channels)
     exponents = (values >> 7 & 255).astype(np.uint8)
     tops = exponents.max(axis=2, initial=0)
@@ -53,8 +53,8 @@ def encode_pages(code: PageCode, pages: Values) -> tuple[Bytes, NDArray[np.int64
     coded[:, code.signs : code.escapes] = (values >> 8 & 128 | values & 127).astype(np.uint8).reshape(n, -1)
     fits = escapes <= code.room
     room = np.arange(code.room) < np.where(fits, escapes, 0)[:, None]
-    coded[:, code.escapes :][room] = exponents.swapaxes(2, 3)[escaped & fits[:, None, None, None]]
-    coded[~fits] = 0
+    coded[:, code.escapes :][:, : code.room][room] = exponents.swapaxes(2, 3)[escaped & fits[:, None, None, None]]
+    coded[~fits, HEADER_BYTES:] = 0
     return coded, escapes
 
 

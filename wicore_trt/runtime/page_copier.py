@@ -11,7 +11,9 @@ of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the ord
 - a thread for each direction puts batches on the device, in the order of calls: a driver whose queue is full (1,024
   copies) makes its caller wait, which must not be the engine's thread;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
-- digests are of the page's bytes on the device: before a copy to the host, after a copy to the device.
+- digests are of the page's bytes on the device: before a copy to the host, after a copy to the device;
+- a coded page passes through staging memory of its direction, whose lane uses it for one batch after the other. Its
+  digest is that of the code there. Its code ends with a seal, the digest of the page, which what was decoded must have.
 """
 
 from __future__ import annotations
@@ -30,13 +32,33 @@ import numpy as np
 import torch
 
 from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.code_layout import HEADER_BYTES, SEAL_BYTES, SEAL_KEY, PageCode
 from wicore_trt.runtime.batch import StepBatch
+from wicore_trt.runtime.cuda_coder import CodeKernels, CudaCoder
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaEvent, CudaHostMemory, CudaLane, host_address
-from wicore_trt.runtime.executor import CameIn, Done, PageCopier
+from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
 SlotKey = tuple[str, int]  # layer group and slot
+StagedPage = tuple[str, int, int]
 BATCH = 64  # copies that begin together: one event and one digest kernel for all; 27B's take 3 to 15 ms on PCIe 5
+
+
+class PageCoder(Protocol):
+    """Codes pages on a device: of each layer group in `codes`, between its pool and `staging`, device memory of
+    `staging_bytes` for each direction, to the host and to the device. Each call takes (layer group, address of the
+    page, address of its code), codes of a group side by side, and works on the lane. Call what it returns once the lane
+    has passed this point: the pages' digests under SEAL_KEY, before they were encoded or after they were decoded."""
+
+    codes: Mapping[str, PageCode]
+    staging: tuple[int, int]
+    staging_bytes: int
+
+    def encode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> Callable[[], Sequence[bytes]]:
+        """Encode and seal. The code of a page that does not fit is unspecified behind its header."""
+        ...
+
+    def decode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> Callable[[], Sequence[bytes]]: ...
 
 
 class StepCopier(PageCopier, Protocol):
@@ -61,19 +83,25 @@ def make_copier(
     overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
     digest_kernel: CompiledKernel | None = None,
     key: bytes | None = None,
+    code: CodeKernels | None = None,
 ) -> StepCopier:
     """Make the copier for `pools`, whose steps run on the CUDA stream of this handle (0: the default stream).
     `overlapping(group, slot)` lists all slots that share a byte with that one, itself first. With `digest_kernel` the
-    GPU computes digests of pages, under `key` if given; without it the CPU checks them."""
+    GPU computes digests of pages, under `key` if given; without it the CPU checks them. With `code`, too, it codes."""
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
     lanes, digest = (CudaLane(device, stream), CudaLane(device), CudaLane(device)), new_digest(pools, key)
-    digests = None
+    digests, coder = None, None
     if digest_kernel is not None:
         base = min(pool.data_ptr() for pool in pools.values())
         digests = CudaDigests(digest_kernel, digest, base, device, BATCH)
-    return StreamPageCopier(pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest)
+        if code is not None:
+            seals = CudaDigests(digest_kernel, new_digest(pools, SEAL_KEY), base, device, BATCH)
+            coder = CudaCoder(code, seals, base, device, BATCH)
+    return StreamPageCopier(
+        pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest, coder=coder
+    )
 
 
 def new_digest(pools: Mapping[str, torch.Tensor], key: bytes | None = None) -> PageDigest:
@@ -96,6 +124,7 @@ class TorchPageCopier:
 
     broken: BaseException | None = None
     checks = False
+    coded_bytes: Mapping[str, int] = {}
 
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         flat = _flatten_pools(pools)
@@ -144,7 +173,7 @@ class TorchPageCopier:
 @dataclass(slots=True)
 class _Copies:
     """Pages of one size from one call: device addresses, `keys`, host memory kept alive by `parts`. `shared` are all
-    slots that share a byte with them."""
+    slots that share a byte with them. `count` bytes of each move, of its `code` if any, which is `staged` there."""
 
     addresses: list[int]
     count: int
@@ -152,25 +181,27 @@ class _Copies:
     shared: set[SlotKey]
     parts: Sequence[Sequence[memoryview]]
     done: CameIn
+    code: PageCode | None = None
+    staged: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Copies of one direction that have not begun: `pages` counts pages, `pieces` are (target, source, bytes)."""
+    """Copies of one direction that have not begun: so many `pages`, `coded` bytes of them coded."""
 
     copies: list[_Copies] = field(default_factory=list)
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)
     pages: int = 0
+    coded: int = 0
     settled: bool = True
 
 
 class StreamPageCopier:
     """Copier beside the steps: per direction a lane, a thread that puts copies on it and one that calls `done`. Batches
-    of at most BATCH pages begin at `flush` and before a step. `lanes` are those of the steps, to the host and to the
-    device. `digests` computes digests on the device; without it pages have none. All calls but `digest` come from one
-    thread."""
+    of at most BATCH pages, and no more coded bytes than the staging has room for, begin at `flush` and before a step.
+    `lanes` are those of the steps, to the host and to the device. `digests` computes digests on the device; without it
+    pages have none. `coder`, which needs it, codes pages. All calls but `digest` come from one thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         pools: Mapping[str, torch.Tensor],
         page_tokens: int,
@@ -180,6 +211,7 @@ class StreamPageCopier:
         digests: CudaDigests | None = None,
         digest: PageDigest | None = None,
         starter: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "wicore-page-copies"),
+        coder: PageCoder | None = None,
     ) -> None:
         self._overlapping, self._sharing = overlapping, dict[SlotKey, list[SlotKey]]()
         flat = _flatten_pools(pools)
@@ -187,7 +219,9 @@ class StreamPageCopier:
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
         self._compute, out, into = lanes
         self._digests, self.digest = digests, (digest or new_digest(pools)).compute_digest
-        self.checks = digests is not None
+        self.checks, self._coder = digests is not None, coder
+        self._codes: Mapping[str, PageCode] = coder.codes if coder is not None else {}
+        self.coded_bytes: Mapping[str, int] = {group: code.coded_bytes for group, code in self._codes.items()}
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
         self._under_way: dict[SlotKey, _Batch] = {}  # that with the last copy of a slot; it waits for those before
@@ -201,17 +235,20 @@ class StreamPageCopier:
         return self._memory.pin(memory)
 
     def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
-        copies = self._make_copies(group, [slot], [parts], lambda digests, seconds: done(digests[0], seconds))
-        asked = self._leaving
-        asked.pieces += [(host, device, size) for device, host, size in self._cut_pieces(copies)]
-        self._add_copies(asked, copies, settled=settled)
+        code = self._find_code(group, parts)
+        self._find_room(self._leaving, code)
+        copies = self._make_copies(group, [slot], [parts], lambda digests, seconds: done(digests[0], seconds), code)
+        self._add_copies(self._leaving, copies, settled=settled)
 
     def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
         begun = 0
         while begun < len(slots):
-            end = begun + BATCH - self._coming.pages
-            copies = self._make_copies(group, slots[begun:end], pages[begun:end], done)
-            self._coming.pieces += self._cut_pieces(copies)
+            code, end = self._find_code(group, pages[begun]), begun + 1
+            end += self._find_room(self._coming, code) - 1
+            if group in self._codes:  # a call may bring coded and raw ones
+                kinds = (self._find_code(group, parts) for parts in pages[begun:end])
+                end = next((begun + i for i, kind in enumerate(kinds) if kind is not code), end)
+            copies = self._make_copies(group, slots[begun:end], pages[begun:end], done, code)
             self._add_copies(self._coming, copies, settled=False)
             begun = end
 
@@ -243,8 +280,28 @@ class StreamPageCopier:
             self._memory.unpin_all()
             self._pools = {}
 
+    def _find_code(self, group: str, parts: Sequence[memoryview]) -> PageCode | None:
+        """Find by which code a page lies in these buffers; None: it is raw."""
+        code = self._codes.get(group)
+        return code if code is not None and sum([part.nbytes for part in parts]) == code.coded_bytes else None
+
+    def _find_room(self, asked: _Asked, code: PageCode | None) -> int:
+        """Count the pages of this code that can be added to a batch; where there is no room, it begins first."""
+        if code is None or self._coder is None:
+            return BATCH - asked.pages
+        room = (self._coder.staging_bytes - asked.coded) // code.coded_bytes
+        if not room:
+            self.flush()
+            room = self._coder.staging_bytes // code.coded_bytes
+        return min(BATCH - asked.pages, room)
+
     def _make_copies(
-        self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn
+        self,
+        group: str,
+        slots: Sequence[int],
+        pages: Sequence[Sequence[memoryview]],
+        done: CameIn,
+        code: PageCode | None,
     ) -> _Copies:
         """Make the pages of one call; copies that were asked for and share a byte with them begin first."""
         (base, count), sharing = self._places[group], self._sharing
@@ -256,12 +313,13 @@ class StreamPageCopier:
             self.flush()  # so that within a batch, and between those of both directions, no order matters
         shared = set[SlotKey]().union(*[sharing[key] for key in keys])
         self._asked |= shared
-        return _Copies([base + slot * count for slot in slots], count, keys, shared, pages, done)
+        addresses = [base + slot * count for slot in slots]
+        return _Copies(addresses, count if code is None else code.coded_bytes, keys, shared, pages, done, code)
 
     def _cut_pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
         """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in host memory."""
         pieces, pinned = list[tuple[int, int, int]](), self._pinned
-        for address, parts in zip(copies.addresses, copies.parts, strict=True):
+        for address, parts in zip(copies.staged or copies.addresses, copies.parts, strict=True):
             at, end = address, -1
             for part in parts:
                 there, size = host_address(part), part.nbytes
@@ -277,13 +335,19 @@ class StreamPageCopier:
     def _add_copies(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
         asked.copies.append(copies)
         asked.pages += len(copies.keys)
+        asked.coded += len(copies.keys) * copies.count if copies.code is not None else 0
         asked.settled = asked.settled and settled
         if asked.pages >= BATCH:
             self.flush()
 
     def _submit_batch(self, way: _Way, asked: _Asked) -> None:
         touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
-        batch, under_way = _Batch(asked.copies, asked.pieces, touched), self._under_way
+        leaving, pieces = way is self._out, list[tuple[int, int, int]]()
+        staged = self._stage_pages(asked.copies, leaving)
+        for copies in asked.copies:
+            for device, host, size in self._cut_pieces(copies):
+                pieces.append((host, device, size) if leaving else (device, host, size))
+        batch, under_way = _Batch(asked.copies, pieces, touched, staged), self._under_way
         try:
             batch.behind = None if asked.settled else self._compute.record()
             with self._lock:
@@ -296,8 +360,21 @@ class StreamPageCopier:
             batch.started.set()
             raise
 
+    def _stage_pages(self, asked: Sequence[_Copies], leaving: bool) -> list[StagedPage]:
+        """Give the coded ones of a batch their places in the staging, those of a group side by side."""
+        staged = list[StagedPage]()
+        if self._coder is not None:
+            at = self._coder.staging[0 if leaving else 1]
+            for group, code in self._codes.items():
+                for copies in asked:
+                    if copies.code is code:
+                        copies.staged = [at + i * copies.count for i in range(len(copies.keys))]
+                        at += len(copies.keys) * copies.count
+                        staged += zip([group] * len(copies.keys), copies.addresses, copies.staged, strict=True)
+        return staged
+
     def _start_batch(self, way: _Way, batch: _Batch) -> None:
-        lane, leaving, found = way.lane, way is self._out, None
+        lane, leaving, found, sealed, coder = way.lane, way is self._out, None, None, self._coder
         try:
             if self.broken is not None:  # of a call that asked for many, pages are told in order: none behind these
                 return
@@ -306,12 +383,16 @@ class StreamPageCopier:
             for earlier in batch.before:
                 lane.wait(earlier.end())
             begun = lane.record()
-            pages = [(address, copies.count) for copies in batch.copies for address in copies.addresses]
+            pages = [(at, copies.count) for copies in batch.copies for at in copies.staged or copies.addresses]
+            if coder is not None and batch.staged and leaving:
+                sealed = coder.encode(lane, batch.staged)
             if self._digests is not None and leaving:
                 found = self._digests.start(lane, pages)
             lane.copy(batch.pieces)
             if self._digests is not None and not leaving:
                 found = self._digests.start(lane, pages)
+            if coder is not None and batch.staged and not leaving:
+                sealed = coder.decode(lane, batch.staged)
             batch.begun, batch.ended = begun, lane.record()
         except Exception as error:  # these copies will never end
             self._broke(error)
@@ -319,6 +400,8 @@ class StreamPageCopier:
         finally:
             batch.before = set()
             batch.started.set()
+        if found is not None and sealed is not None:
+            found = partial(_judge_codes, batch, leaving, found, sealed)
         way.started.put((batch, found))
 
     def _broke(self, error: BaseException) -> None:
@@ -336,12 +419,13 @@ class StreamPageCopier:
 @dataclass(slots=True, eq=False)
 class _Batch:
     """Copies that begin together, after the batches `before` and, unless all are settled, after `behind` of the steps'
-    lane. Once `started` they lie between two points of their own lane. `pieces` are as in `_Asked`; `touched` are all
-    slots that share a byte with them."""
+    lane. Once `started` they lie between two points of their own lane. `pieces` are (target, source, bytes); `touched`
+    are all slots that share a byte with them; `staged` are those that are coded."""
 
     copies: list[_Copies]
     pieces: list[tuple[int, int, int]]
     touched: frozenset[SlotKey]
+    staged: list[StagedPage] = field(default_factory=list)
     behind: CudaEvent | None = None
     before: set[_Batch] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
@@ -394,6 +478,22 @@ class _Way:
                     told += len(copies.keys)
         except Exception as error:  # of the device: whoever waits for `done` must hear of it
             self._broke(error)
+
+
+def _judge_codes(
+    batch: _Batch, leaving: bool, digests: Callable[[], Sequence[bytes]], sealed: Callable[[], Sequence[bytes]]
+) -> list[bytes]:
+    """Take the digests of a batch that is over: UNFIT for a page that did not fit its code. Also UNFIT for one that was
+    decoded to other bytes than those that were sealed, in this process or an earlier one."""
+    found, seals, told = list(digests()), dict(zip([at for *_, at in batch.staged], sealed(), strict=True)), 0
+    for copies in batch.copies:
+        for i, at in enumerate(copies.staged):
+            first, last = copies.parts[i][0], copies.parts[i][-1]
+            assert copies.code is not None
+            good = copies.code.fits(first[:HEADER_BYTES]) if leaving else last[-SEAL_BYTES:] == seals[at]
+            found[told + i] = found[told + i] if good else UNFIT
+        told += len(copies.keys)
+    return found
 
 
 def _flatten_pools(pools: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

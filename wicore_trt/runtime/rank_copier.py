@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from wicore_trt.errors import RankError
 from wicore_trt.runtime.cuda_lanes import host_address
-from wicore_trt.runtime.executor import CameIn, Done, PageCopier
+from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import CHUNK_BYTES, KEY_BYTES, PageDigest
 
 GLANCE_S = 0.25
@@ -50,13 +50,15 @@ class _Pending:
 @dataclass(slots=True)
 class RankedCopier:
     """Implements `SharedCopier`. Pages are copied to and from the memory of `map_memory` alone. `rank_bytes`: of each
-    rank's part of a page, by layer group. GPUs compute digests where all parts are multiples of CHUNK_BYTES."""
+    rank's part of a page, by layer group. GPUs compute digests where all parts are multiples of CHUNK_BYTES, and
+    ranks code their parts where those codes are, too; a page is kept raw by all if one part has no code."""
 
     group: Group
     local: PageCopier
     rank_bytes: Mapping[str, int]
     broken: BaseException | None = None
     checks: bool = False
+    coded_bytes: Mapping[str, int] = field(default_factory=dict)
     _slab: memoryview = field(default_factory=lambda: memoryview(b""))
     _address: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -68,6 +70,8 @@ class RankedCopier:
     def __post_init__(self) -> None:
         sizes = self.rank_bytes.values()
         self.checks = self.local.checks and not any(size % CHUNK_BYTES for size in sizes)
+        if self.checks and not any(size % CHUNK_BYTES for size in self.local.coded_bytes.values()):
+            self.coded_bytes = {group: self.group.count * size for group, size in self.local.coded_bytes.items()}
         self._digest = PageDigest(os.urandom(KEY_BYTES), self.group.count * max(sizes))
         self.group.on_reply, self.group.on_failure = self._take_reply, self._break_copies
 
@@ -169,4 +173,6 @@ def cut_part(parts: Sequence[memoryview], rank: int, ranks: int) -> list[memoryv
 
 
 def _join_digests(parts: Sequence[bytes | None]) -> bytes:
+    if UNFIT in parts:
+        return UNFIT
     return blake2b(b"".join(part or b"" for part in parts), digest_size=16).digest()

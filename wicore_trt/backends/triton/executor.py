@@ -39,7 +39,7 @@ from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory, make_exchange_layout
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
-from wicore_trt.backends.triton.roles import PAGE_DIGEST, PAGE_MASSES
+from wicore_trt.backends.triton.roles import PAGE_CODE, PAGE_DIGEST, PAGE_MASSES
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
 from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSampler
 from wicore_trt.backends.triton.segments import make_segment_attention
@@ -48,9 +48,11 @@ from wicore_trt.backends.triton.weights import Constants, engine_shape, load_con
 from wicore_trt.errors import EnvironmentUnfitError, RankError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
+from wicore_trt.plugins.code_layout import find_code
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
+from wicore_trt.runtime.cuda_coder import CodeKernels
 from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.exchange import RankExchange
 from wicore_trt.runtime.executor import PageCopier
@@ -168,6 +170,7 @@ class TritonExecutor:
         self._page_copies = make_copier(
             *copied, overlapping=self.layout.find_overlaps, digest_kernel=digest,
             key=key if ranks is None else ranks.share_bytes(key)[0],
+            code=_find_code(loading, tuple(self.layout.num_pages)) if settings.code_pages else None,
         )  # fmt: skip
         self.copier: PageCopier = self._page_copies
         if graphs:
@@ -466,6 +469,15 @@ def _name_kernels(loading: Loading, settings: ExecutorOptions) -> str:
     name = kernels_name(f"triton-{loading.table.target}", sources, *parts)
     mode = "-invariant" if settings.batch_invariant else ""
     return f"{name}{mode}{'-dummy-weights' if loading.dummy else ''}"
+
+
+def _find_code(loading: Loading, groups: Sequence[str]) -> CodeKernels | None:
+    """Find the code of an engine's pages, and its kernels; None where it has none."""
+    shapes, found = loading.shape.pool_shapes, [loading.table.role_entries(role) for role in PAGE_CODE]
+    codes = {group: code for group in groups if (code := find_code(shapes[group])) is not None}
+    if not codes or not all(found):
+        return None
+    return CodeKernels(codes, {role.operation: each[0].kernel for role, each in zip(PAGE_CODE, found, strict=True)})
 
 
 @contextmanager

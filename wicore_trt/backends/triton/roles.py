@@ -9,6 +9,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from wicore_trt.plugins.code_layout import DECODE as DECODE_PAGE
+from wicore_trt.plugins.code_layout import ENCODE
+
 LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 KINDS = {role: kind for kind, role in LINEAR_ROLES.items()}
@@ -56,6 +59,7 @@ _SUFFIXES = {
 }  # fmt: skip
 INVARIANT, SAMPLED, SEGMENTED, SPLIT, IMAGES = "invariant", "sampled", "segments", "splits", "images"
 PAGE_DIGEST, PAGE_LOGSUMS, PAGE_MASSES = map(KernelRole, ("page_digest", "page_logsums", "page_masses"))
+PAGE_CODE = tuple(map(KernelRole, (*ENCODE, DECODE_PAGE)))
 IMAGE_NORM = KernelRole("layer_norm", variant=IMAGES)
 DEQUANTIZE = {role: KernelRole("dequantize", variant=role) for role in LINEARS[:-1]}
 """Roles of the kernels that write a layer's 4-bit weights as 16-bit ones, by the linear's role."""

@@ -71,7 +71,8 @@ class CorruptSlotError(Exception):
 class Namespace:
     """Everything that KV values on disk depend on besides tokens and tenant. Pages of unequal namespaces never mix.
 
-    `layout` maps each layer group to the bytes of its page.
+    `layout` maps each layer group to the bytes of its page. `code` names the code of pages and its format; without one
+    it is no part of `facts`.
     """
 
     engine: str
@@ -81,11 +82,13 @@ class Namespace:
     kv_dtype: str
     rank: int = 0
     world: int = 1
+    code: str = ""
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The fields as JSON stores them."""
-        return {**asdict(self), "layout": dict(sorted(self.layout.items()))}
+        facts = {**asdict(self), "layout": dict(sorted(self.layout.items()))}
+        return facts if self.code else {name: value for name, value in facts.items() if name != "code"}
 
     @cached_property
     def digest(self) -> bytes:

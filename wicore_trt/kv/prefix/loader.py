@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.manager import KVCacheManager
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.prefix.parking import Parking
@@ -433,7 +434,7 @@ def probe_tiers(
     group = manager.chain_group
     size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
     index = tiers.host
-    room = int(PROBE_SHARE * index.free_slots) // index.slots_per_page[group]
+    room = int(PROBE_SHARE * index.free_slots) // div_ceil(size, movers.host.slot_bytes)
     count = min(PROBE_BYTES // size, pool.num_pages, room)
     if count * size >= MEASURED_BYTES:
         copier, (buffers, slots) = movers.copier, movers.host.lend_slots(size, count)

@@ -16,6 +16,7 @@ from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Movers
 from wicore_trt.kv.tiers.moves import Checksum, CopyState, Save, Stage, Store, TierCopy
+from wicore_trt.runtime.executor import UNFIT
 
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
@@ -34,6 +35,8 @@ class DownTransfers:
         self.saving_slots = 0
         self.no_writes_before = self.no_space_before = 0.0
         self.expires: Callable[[bytes], int] = lambda key: 0
+        self.unfit: Callable[[Page], None] = lambda page: None
+        """Hears of a page that has no code, and is not in host memory therefore."""
         self._movers = movers
         self._stored = stored
         self._save_early = save_early
@@ -43,14 +46,14 @@ class DownTransfers:
 
     # --- device to host ------------------------------------------------------------------------------------------
 
-    def store_page(self, page: Page, slot: int, *, private: bool = False) -> TierCopy | None:
+    def store_page(self, page: Page, slot: int, *, private: bool = False, raw: bool = False) -> TierCopy | None:
         """Copy a finished device page to the host, unless it is there. None when there is no room for it. A `private`
-        page is not saved to disk nor announced."""
+        page is not saved to disk nor announced, and never coded: if it did not fit it would be lost with its slot."""
         movers, index = self._movers, self._movers.host.index
         copy = index.find_copy(page.group, page.key)
         if copy is not None:
             return copy
-        copy = index.reserve_copy(page)
+        copy = index.reserve_copy(page, index.raw_slots[page.group] if raw or private else 0)
         if copy is None:
             movers.host_traffic.failures["no room"] += 1
             return None
@@ -68,13 +71,26 @@ class DownTransfers:
     def apply_copied(self, move: Store, digest: bytes | None, seconds: float) -> None:
         """Go on with a page whose bytes are in host memory; `digest` and `seconds` as in `executor.Done`."""
         page, traffic = move.copy.page, self._movers.host_traffic
-        traffic.write_bytes += self._movers.host.page_bytes[page.group]
+        traffic.write_bytes += self._movers.host.bytes_of(move.copy)
         traffic.write_seconds += seconds
-        if digest is not None:
+        if digest == UNFIT:
+            self._refuse_code(move)
+        elif digest is not None:
             self._end_stores([move], [(digest, page)])
         else:
             move.enter_stage(Stage.CHECKING)
             self._to_hash.append(move)
+
+    def _refuse_code(self, move: Store) -> None:
+        """Give up a copy whose page has no code, which may be stored raw."""
+        movers, copy = self._movers, move.copy
+        move.enter_stage(Stage.ENDED)
+        movers.outstanding -= 1
+        movers.host_traffic.failures["unfit"] += 1
+        dropped = copy.state is CopyState.LOST
+        movers.host.index.abort_copy(copy, "unfit")
+        if not dropped:
+            self.unfit(copy.page)
 
     def hash_copied(self) -> None:
         """Hand what was copied since to the checksum thread, all at once: waking it costs more than one page."""
@@ -145,7 +161,7 @@ class DownTransfers:
         index, store = movers.disk
         if self.saving_slots > movers.host.index.num_slots // SAVING_SHARE:
             return False
-        target = index.reserve_copy(copy.page)
+        target = index.reserve_copy(copy.page, len(copy.slots))
         if target is None:
             movers.disk_traffic.failures["no room"] += 1
             return True
@@ -185,7 +201,7 @@ class DownTransfers:
             index.reclaim_slots(target)
         elif outcome is Outcome.OK:
             self._bad_writes = 0
-            movers.disk_traffic.write_bytes += movers.host.page_bytes[copy.page.group]
+            movers.disk_traffic.write_bytes += movers.host.bytes_of(copy)
             movers.disk_traffic.write_seconds += seconds
             index.commit_copy(target)
             if target.ready and (now := self.expires(copy.page.key)) != move.expires:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.kv.disk.io import Outcome, Probe
@@ -175,17 +175,53 @@ def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
     return min(choices, key=lambda choice: choice[0])[1:]
 
 
+class CodedGeometry(NamedTuple):
+    """Slots of tiers that keep pages coded: `slots` a page by layer group, of `slot_bytes`; `raw_slots` of one that is
+    kept raw. `page_bytes` are a page's, coded where the group has a code that saves slots."""
+
+    slot_bytes: int
+    slots: dict[str, int]
+    raw_slots: dict[str, int]
+    page_bytes: dict[str, int]
+
+
+def coded_geometry(raw_bytes: Mapping[str, int], coded_bytes: Mapping[str, int]) -> CodedGeometry:
+    """Find the slots of pages of `raw_bytes`, whose code takes `coded_bytes` where the group has one. The number of a
+    page's slots tells whether it is coded, so a code that saves no slot is left out."""
+    page_bytes = dict(raw_bytes) | dict(coded_bytes)
+    slot_bytes, slots = slot_geometry(page_bytes)
+    raw_slots = {group: div_ceil(count, slot_bytes) for group, count in raw_bytes.items()}
+    useless = [group for group in coded_bytes if raw_slots[group] == slots[group]]
+    if useless:
+        return coded_geometry(raw_bytes, {g: n for g, n in coded_bytes.items() if g not in useless})
+    return CodedGeometry(slot_bytes, slots, raw_slots, page_bytes)
+
+
 class HostTier:
     """`slab` is page-aligned memory of at least `index.num_slots` * `slot_bytes` bytes; pinned where a GPU reads it.
-    `page_bytes` maps layer groups to the bytes of a page."""
+    `page_bytes` maps layer groups to the bytes of a page as it is kept, `raw_bytes` to those of one that is not coded.
+    """
 
-    def __init__(self, index: TierIndex, slab: memoryview, slot_bytes: int, page_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        index: TierIndex,
+        slab: memoryview,
+        slot_bytes: int,
+        page_bytes: Mapping[str, int],
+        raw_bytes: Mapping[str, int] | None = None,
+    ) -> None:
         assert len(slab) >= index.num_slots * slot_bytes
         self.index = index
         self.slot_bytes = slot_bytes
         self._slab = slab
-        self.page_bytes = page_bytes
+        self.page_bytes, self.raw_bytes = page_bytes, raw_bytes or page_bytes
         self._piece = piece_slots(slot_bytes)
+
+    def bytes_of(self, copy: TierCopy) -> int:
+        """Count the bytes that a host copy has of its page: of its code, unless it takes more slots than that."""
+        group = copy.page.group
+        coded = len(copy.slots) == self.index.slots_per_page[group]
+        return (self.page_bytes if coded else self.raw_bytes)[group]
 
     def cut_slots(self, slots: Iterable[int]) -> list[memoryview]:
         """Buffers of whole slots, in order; the disk reads and writes these."""
@@ -196,7 +232,7 @@ class HostTier:
         """Buffers of the page's bytes in its slots; the device reads and writes these. Slots side by side are one
         part, unless they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its
         last slot may hold another tenant's bytes, and goes to disk with it."""
-        slots, size, left = copy.slots, self.slot_bytes, self.page_bytes[copy.page.group]
+        slots, size, left = copy.slots, self.slot_bytes, self.bytes_of(copy)
         if len(slots) == 1 and not clear:
             begin = slots[0] * size
             return [self._slab[begin : begin + left]]
@@ -266,7 +302,7 @@ class Movers:
 
     def probe_copy(self, copy: TierCopy) -> Probe:
         """Have the disk's threads take the digest of what a host copy's buffers hold."""
-        return Probe(self.copier.digest, self.host.page_bytes[copy.page.group])
+        return Probe(self.copier.digest, self.host.bytes_of(copy))
 
     def is_right(self, copy: TierCopy) -> bool:
         """Check that no bit of a host copy flipped since it was stored. Any thread."""

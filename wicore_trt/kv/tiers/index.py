@@ -11,7 +11,7 @@ handed out.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -69,9 +69,9 @@ class IndexState(NamedTuple):
 
 
 class TierIndex:
-    """`num_slots` slots; a page of group g takes `slots_per_page[g]` of them. `primary` is the group that carries the
-    chains. `quota` bounds one tenant's share of the slots, `pin_share` what sessions may pin. `on_evict` is told of
-    every copy that left the index, with its cause, when its slots are free again."""
+    """`num_slots` slots; a page of group g takes `slots_per_page[g]` of them, or `raw_slots[g]`. `primary` is the group
+    that carries the chains. `quota` bounds one tenant's share of the slots, `pin_share` what sessions may pin.
+    `on_evict` is told of every copy that left the index, with its cause, when its slots are free again."""
 
     def __init__(
         self,
@@ -80,12 +80,13 @@ class TierIndex:
         policy: ChainPolicy,
         *,
         primary: str,
+        raw_slots: Mapping[str, int] | None = None,
         quota: float = 1.0,
         pin_share: float = 0.5,
         on_evict: Callable[[TierCopy, str], None] = lambda copy, cause: None,
     ) -> None:
         self.num_slots = num_slots
-        self.slots_per_page = slots_per_page
+        self.slots_per_page, self.raw_slots = slots_per_page, raw_slots or slots_per_page
         self.primary = primary
         self.policy = policy
         self.evictions: Counter[str] = Counter()
@@ -158,16 +159,17 @@ class TierIndex:
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def reserve_copy(self, page: Page) -> TierCopy | None:
-        """Reserve slots for a page that is not in the index, evicting what the policy gives up first; None when what
-        is left is in use, pinned or of other tenants and this one is at its quota."""
+    def reserve_copy(self, page: Page, slots: int = 0) -> TierCopy | None:
+        """Reserve slots (so many, or as many as a page usually takes) for a page that is not in the index, evicting
+        what the policy gives up first; None when what is left is in use, pinned or of other tenants and this one is at
+        its quota."""
         assert self.find_copy(page.group, page.key) is None, "a page was reserved twice (I6)"
-        need = self.slots_per_page[page.group]
+        need = slots or self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
-        slots = sorted(self._free[-need:])  # side by side where that can be: fewer, larger moves
+        taken = sorted(self._free[-need:])  # side by side where that can be: fewer, larger moves
         del self._free[-need:]
-        copy = TierCopy(page, tuple(slots))
+        copy = TierCopy(page, tuple(taken))
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
@@ -220,8 +222,10 @@ class TierIndex:
         used = bytearray(self.num_slots)
         chains: list[tuple[bytes, bytes | None, int]] = []
         for page, slots in found:
-            need = self.slots_per_page.get(page.group)
-            if need != len(slots) or need > self._quota_slots or max(slots) >= self.num_slots:
+            need, group = len(slots), page.group
+            if need not in (self.slots_per_page.get(group), self.raw_slots.get(group)):
+                continue
+            if need > self._quota_slots or max(slots) >= self.num_slots:
                 continue
             if (node := self._nodes.get(page.key)) is None:
                 node = self._nodes[page.key] = TierNode(page.key, page.tenant)

@@ -42,10 +42,10 @@ Checksum = tuple[bytes, Page]
 
 @dataclass(slots=True, eq=False)
 class TierCopy:
-    """Page in one tier. `readers` count transfers that read its slots; `checksum` is set by the tier that checks
-    it; `saved`: the next tier has had it, or is not to have it; `origin` is the tier it was fetched from and not used
-    since, for the statistics; `private`: one sequence alone can use it; `found`: it was ready once, and not private, so
-    events tell when it leaves."""
+    """Page in one tier. The number of its `slots` tells whether it is coded. `readers` count transfers that read them;
+    `checksum` is set by the tier that checks it; `saved`: the next tier has had it, or is not to have it; `origin` is
+    the tier it was fetched from and not used since, for the statistics; `private`: one sequence alone can use it;
+    `found`: it was ready once, and not private, so events tell when it leaves."""
 
     page: Page
     slots: tuple[int, ...]

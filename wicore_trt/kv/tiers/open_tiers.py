@@ -7,6 +7,7 @@ disk's directory are this process's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from wicore_trt.config import KVSettings
@@ -16,11 +17,12 @@ from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import open_store
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, slot_geometry
+from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, coded_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.memory import check_room
+from wicore_trt.plugins.code_layout import FORMAT
 from wicore_trt.runtime.executor import PageCopier, SharedCopier
 
 
@@ -37,9 +39,17 @@ def open_tiers(
     """Open a host tier of `settings.host_bytes`, pinned if the copier can, which grows while its memory is pinned; and,
     with `settings.disk_path`, a disk tier with the pages of `namespace` that are there. Layer group `primary` has every
     page of a chain. `announce(tier, page)` and `left(tier, copy, cause)` hear of what a tier gains and loses; `files`
-    makes the disk's system calls. Raises ConfigError for sizes that hold no page or more than this machine has,
-    EnvironmentUnfitError for a disk directory that cannot be used."""
-    slot_bytes, slots_per_page = slot_geometry(dict(namespace.layout))
+    makes the disk's system calls. Raises ConfigError for sizes that hold no page or more than this machine has;
+    also for a code that the engine lacks. Raises EnvironmentUnfitError for a disk directory that cannot be used."""
+    coded, raw_bytes = copier.coded_bytes if settings.compression == "lossless" else {}, dict(namespace.layout)
+    slot_bytes, slots_per_page, raw_slots, page_bytes = coded_geometry(raw_bytes, coded)
+    if settings.compression == "lossless":
+        if slots_per_page == raw_slots:
+            raise ConfigError(
+                f"kv.compression = lossless, but this engine has no code for its pages of {namespace.kv_dtype}.",
+                fix="Set it to none. Engines of backend triton on GPUs code bfloat16 pages of 16, 32, 48, ... tokens.",
+            )
+        namespace = replace(namespace, code=FORMAT)
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
         raise ConfigError(
@@ -53,8 +63,9 @@ def open_tiers(
         policy = make_policy(settings.policy, most, page_tokens=namespace.page_tokens)
         quota, pin_share = settings.tenant_quota, settings.pin_share
         return TierIndex(
-            slots, slots_per_page, policy, primary=primary, quota=quota, pin_share=pin_share, on_evict=on_evict
-        )
+            slots, slots_per_page, policy, primary=primary, raw_slots=raw_slots, quota=quota, pin_share=pin_share,
+            on_evict=on_evict,
+        )  # fmt: skip
 
     disk = None
     if settings.disk_path is not None:
@@ -76,5 +87,5 @@ def open_tiers(
         index.withhold_slots(backing.ready, num_slots)
     if disk is not None:
         disk[0].restore_pages(disk[1].recover_pages())
-    movers = Movers(HostTier(index, slab, slot_bytes, namespace.layout), disk, copier, announce)
+    movers = Movers(HostTier(index, slab, slot_bytes, page_bytes, raw_bytes), disk, copier, announce)
     return LowerTiers(movers, save_early=settings.write_policy == "through", backing=backing)

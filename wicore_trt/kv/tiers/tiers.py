@@ -50,10 +50,17 @@ class LowerTiers:
         self.store: DiskStore | None = movers.disk[1] if movers.disk is not None else None
         self.indexes = {"host": self.host} | ({"disk": self.disk} if self.disk is not None else {})
         self.hit_tokens: Counter[str] = Counter()
+        self.store_again: Callable[[Page], bool] = lambda page: False
+        """Copies a page to host memory raw, if the device still has it."""
+        self.down.unfit = self._store_unfit
         self.backing = backing
         self._relieve_at = 0.0
         if backing is not None:
             backing.start_threads(partial(movers.post_report, movers.came_up, self.host.grant_slots))
+
+    def _store_unfit(self, page: Page) -> None:
+        if not self.store_again(page):
+            self.up.refuse_fetches(page.name)
 
     def find_tier(self, group: str, key: bytes) -> str | None:
         """Find the nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way

@@ -168,7 +168,7 @@ class UpTransfers:
         if move.told == len(move.copies):
             move.enter_stage(Stage.ENDED)
         self._movers.outstanding -= count
-        traffic.read_bytes += count * host.page_bytes[copies[0].page.group]
+        traffic.read_bytes += sum(map(host.bytes_of, copies))
         traffic.read_seconds += seconds
         right = [
             digest is None or (digest, copy.page) == copy.checksum for digest, copy in zip(digests, copies, strict=True)
@@ -196,7 +196,7 @@ class UpTransfers:
             self._fail_fetch(fetch)
             return True
         index, store = movers.disk
-        copy = movers.host.index.reserve_copy(page)
+        copy = movers.host.index.reserve_copy(page, len(source.slots))
         if copy is None:
             return False
         index.acquire_copies([source])
@@ -214,8 +214,8 @@ class UpTransfers:
                 del self.waiting[name]
             return False
         movers.outstanding += 1
-        self.asked_bytes += movers.host.page_bytes[page.group]
-        self.reading_bytes += movers.host.page_bytes[page.group]
+        self.asked_bytes += movers.host.bytes_of(copy)
+        self.reading_bytes += movers.host.bytes_of(copy)
         return True
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
@@ -239,7 +239,7 @@ class UpTransfers:
             index.release_copies([source])
             host.reclaim_slots(copy)
             return
-        count = movers.host.page_bytes[copy.page.group]
+        count = movers.host.bytes_of(copy)
         self.reading_bytes -= count
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
             self.disk_rate(count, move.asked, seconds, not self.reading_bytes)

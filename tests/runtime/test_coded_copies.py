@@ -1,0 +1,200 @@
+"""Pages that leave and come coded: every bit back, those without a code told, and coders that lie found."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostile_pages import make_pages
+from lanes import AtOnce, Coder, Digests, Lane
+
+from wicore_trt.kv.disk.files import aligned_buffer
+from wicore_trt.plugins.code_layout import PageCode
+from wicore_trt.runtime import page_copier
+from wicore_trt.runtime.executor import UNFIT
+from wicore_trt.runtime.page_copier import StreamPageCopier
+from wicore_trt.runtime.page_digest import PageDigest
+
+CODES = {"local": PageCode(6, 32, 128), "global": PageCode(2, 32, 128)}
+SLOTS = 24
+
+
+class World:
+    """Pools of hostile pages, of which some have no code, and a copier that codes; `coded[group]` are the buffers."""
+
+    def __init__(self, seed: int, coder: Callable[..., Coder] = Coder, lane: Callable[[], Lane] = Lane) -> None:
+        self.rng, self.lanes = random.Random(seed), (Lane(), lane(), lane())
+        made = {g: make_pages(code, SLOTS, seed).astype("<u2") for g, code in CODES.items()}
+        self.pools = {group: torch.from_numpy(pages.view(np.int16).copy()) for group, pages in made.items()}
+        self.truth = {group: [bytes(page) for page in pages] for group, pages in made.items()}
+        digest = PageDigest(b"k" * 32, max(code.raw_bytes for code in CODES.values()))
+        self.copier = StreamPageCopier(
+            self.pools, 32, self.lanes, self,
+            digests=Digests(digest), digest=digest, starter=AtOnce, coder=coder(CODES, pages=3),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def unpin_all(self) -> None:
+        pass
+
+    def run(self) -> None:
+        self.copier.flush()
+        while any(lane.run_one() for lane in self.rng.sample(self.lanes, 3)):
+            pass
+
+    def save(self, raw: bool = False) -> dict[tuple[str, int], tuple[list[memoryview], list[bytes | None]]]:
+        """Store all pages, in any order, of both groups."""
+        found: dict[tuple[str, int], Any] = {}
+        order = [(group, slot) for group in CODES for slot in range(SLOTS)]
+        for group, slot in self.rng.sample(order, len(order)):
+            size = CODES[group].raw_bytes if raw else CODES[group].coded_bytes
+            slab = aligned_buffer(size)[:size]
+            parts, told = [slab[:4096], slab[4096:]], list[bytes | None]()
+            found[group, slot] = parts, told
+            self.copier.to_host(group, slot, parts, lambda digest, seconds, told=told: told.append(digest))
+            if self.rng.random() < 0.1:
+                self.run()
+        self.run()
+        return found
+
+    def load(self, saved: dict[tuple[str, int], Any]) -> dict[tuple[str, int], bytes | None]:
+        """Bring these pages back, into slots of rubbish."""
+        told: dict[tuple[str, int], bytes | None] = {}
+        for group in CODES:
+            slots = [slot for name, slot in saved if name == group]
+            self.pools[group][slots] = 0x5A5A
+            digests: list[bytes | None] = []
+            pages = [saved[group, slot][0] for slot in slots]
+            self.copier.to_device(group, slots, pages, lambda found, seconds, digests=digests: digests.extend(found))
+            self.run()
+            self.wait(digests, len(slots))
+            told |= {(group, slot): digest for slot, digest in zip(slots, digests, strict=True)}
+        return told
+
+    def wait(self, told: list[Any], count: int) -> None:
+        for _ in range(20_000):
+            if len(told) == count:
+                return
+            time.sleep(0.001)
+        raise AssertionError("a copy never ended")
+
+    def bytes_of(self, group: str, slot: int) -> bytes:
+        return bytes(self.pools[group][slot].numpy().view(np.uint8))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_bit_comes_back_or_the_page_is_told_to_have_no_code(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copier, "BATCH", 5)
+    world = World(seed)
+    saved = world.save()
+    for _, told in saved.values():
+        world.wait(told, 1)
+    unfit = {name for name, (_, told) in saved.items() if told[0] == UNFIT}
+    assert 4 < len(unfit) < len(saved) - 4
+    raw = world.save(raw=True)
+    for name in unfit:
+        world.wait(raw[name][1], 1)
+        saved[name] = raw[name]
+    for parts, told in saved.values():
+        assert told[0] == world.copier.digest(parts), "host memory has the digest of what it holds, coded or not"
+    order = list(saved)
+    world.rng.shuffle(order)
+    came = world.load({name: saved[name] for name in order})
+    for (group, slot), (_, told) in saved.items():
+        assert came[group, slot] == told[0] and world.bytes_of(group, slot) == world.truth[group][slot]
+    assert {len(parts[1]) for parts, _ in saved.values()} == {
+        size - 4096 for code in CODES.values() for size in (code.raw_bytes, code.coded_bytes)
+    }
+    world.copier.close()
+
+
+class Liar(Coder):
+    """Lies about every page once `lies`."""
+
+    lies = ""
+
+    def encode_one(self, code: PageCode, page: memoryview, coded: memoryview) -> bytes:
+        before = bytes(coded)
+        seal = super().encode_one(code, page, coded)
+        if self.lies == "encodes a bit wrong":
+            coded[code.signs + 5] ^= 4
+        elif self.lies == "says that all fit":
+            coded[12:16] = bytes(4)
+        elif self.lies == "leaves what was staged before":
+            coded[:-16] = before[:-16]
+        elif self.lies == "forgets the seal":
+            coded[-16:] = bytes(16)
+        return seal
+
+    def decode_one(self, code: PageCode, page: memoryview, coded: memoryview) -> bytes:
+        before = bytes(page)
+        if self.lies == "decodes what came before":
+            coded[:] = getattr(self, "last", bytes(len(coded)))[: len(coded)].ljust(len(coded), b"\0")
+        self.last = bytes(coded)
+        seal = super().decode_one(code, page, coded)
+        if self.lies == "decodes nothing":
+            page[:] = before
+        elif self.lies == "decodes a bit wrong":
+            page[7] ^= 1
+        elif self.lies == "decodes half of it":
+            page[len(page) // 2 :] = before[len(page) // 2 :]
+        return self._digest.compute_digest([page]) if self.lies.startswith("decodes") else seal
+
+
+LIES = (
+    "encodes a bit wrong", "says that all fit", "leaves what was staged before", "forgets the seal",
+    "decodes what came before", "decodes nothing", "decodes a bit wrong", "decodes half of it",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_coder_that_lies_is_found_by_the_digest(lie: str) -> None:
+    liars = list[Liar]()
+    world = World(3, lambda *args, **more: liars.append(Liar(*args, **more)) or liars[0])
+    for _, told in world.save().values():
+        world.wait(told, 1)
+    liars[0].lies = lie
+    saved = world.save()
+    for _, told in saved.values():
+        world.wait(told, 1)
+    kept = {name: page for name, page in saved.items() if page[1][0] != UNFIT}
+    came, wrong = world.load(kept), 0
+    for (group, slot), (_, told) in kept.items():
+        if world.bytes_of(group, slot) != world.truth[group][slot]:
+            assert came[group, slot] != told[0], f"a coder that {lie} was believed"
+            wrong += 1
+        wrong += lie == "forgets the seal" and came[group, slot] == UNFIT
+    assert wrong > 4, "the lie did nothing"
+    world.copier.close()
+
+
+class Flipping(Lane):
+    """Changes a byte of each copy."""
+
+    def copy(self, pieces: Any) -> None:
+        made = list(pieces)
+        super().copy(made)
+        for target, _, count in made:
+            self.put(lambda at=target + count // 3: flip_byte(at))
+
+
+def flip_byte(address: int) -> None:
+    ctypes.c_ubyte.from_address(address).value ^= 1
+
+
+def test_bits_that_flip_on_the_way_are_found() -> None:
+    world = World(4, lane=Flipping)
+    saved = world.save()
+    for _, told in saved.values():
+        world.wait(told, 1)
+    kept = {name: page for name, page in saved.items() if page[1][0] != UNFIT}
+    assert kept and all(world.copier.digest(parts) != told[0] for parts, told in kept.values())
+    came = world.load(kept)
+    for (group, slot), (_, told) in kept.items():
+        assert came[group, slot] != told[0] or world.bytes_of(group, slot) == world.truth[group][slot]
+    world.copier.close()

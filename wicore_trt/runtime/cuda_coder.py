@@ -1,0 +1,86 @@
+"""Codes KV pages on a GPU for the page copier, by the kernels of `plugins.kernels.page_code`.
+
+Must not know slots or tiers. Invariant: work on a lane's staging runs in the order of the lane, so that a batch finds
+there what its own call put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from wicore_trt.plugins.aot import CompiledKernel
+from wicore_trt.plugins.code_layout import DECODE, ENCODE, SEAL_BYTES, PageCode, decode_launch, encode_launches
+from wicore_trt.plugins.launch import SHARED_LAUNCHER
+from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaLane
+
+STAGING_BYTES = 64 << 20
+"""Staging of one direction, or one page if that is larger: some milliseconds of a bus."""
+
+
+class CodeKernels(NamedTuple):
+    """Codes by layer group, and the kernels by name, which all groups share."""
+
+    codes: Mapping[str, PageCode]
+    kernels: Mapping[str, CompiledKernel]
+
+
+class CudaCoder:
+    """Implements `page_copier.PageCoder` for pages in memory behind `base`. `seals` takes their digests and has the
+    kernels' arrays of places; a call has at most `most` pages."""
+
+    def __init__(self, code: CodeKernels, seals: CudaDigests, base: int, device: torch.device, most: int) -> None:
+        self.codes, self._kernels, self._seals, self._base = code.codes, code.kernels, seals, base
+        largest = max(found.coded_bytes for found in self.codes.values())
+        self.staging_bytes = max(largest, min(STAGING_BYTES, most * largest))
+        self._memory = torch.zeros((2, self.staging_bytes), dtype=torch.uint8, device=device)
+        self._first = self._memory.data_ptr()
+        self.staging = (self._first, self._first + self.staging_bytes)
+        self._found = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def encode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
+        runs = self._find_runs(pages)
+
+        def launch(places: torch.Tensor) -> None:
+            for code, first, stop, coded in runs:
+                arrays = self._make_arrays(places[first:stop], coded) | {"found": self._found.data_ptr()}
+                constants = self._kernels[ENCODE[-1]].constants
+                calls = encode_launches(constants, code, arrays, stop - first)
+                for name, call in zip(ENCODE, calls, strict=True):
+                    SHARED_LAUNCHER.launch(self._kernels[name], call, int(lane.stream.cuda_stream))
+
+        def seal(sums: torch.Tensor) -> None:
+            for code, first, stop, coded in runs:
+                at, count = coded - self._first, stop - first
+                room = self._memory.view(-1)[at : at + count * code.coded_bytes].view(count, -1)
+                room[:, -SEAL_BYTES:] = sums[first:stop].view(torch.uint8)
+
+        return self._seals.start(lane, self._list_pages(pages), launch, seal)
+
+    def decode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
+        def launch(places: torch.Tensor) -> None:
+            for code, first, stop, coded in self._find_runs(pages):
+                call = decode_launch(
+                    self._kernels[DECODE].constants, code, self._make_arrays(places[first:stop], coded), stop - first
+                )
+                SHARED_LAUNCHER.launch(self._kernels[DECODE], call, int(lane.stream.cuda_stream))
+
+        return self._seals.start(lane, self._list_pages(pages), launch)
+
+    def _make_arrays(self, places: torch.Tensor, coded: int) -> dict[str, Any]:
+        """`places`, in words of 4 bytes, become offsets of values. Their memory goes to later work of this stream."""
+        offsets = places * 2
+        return {"memory": self._base, "offsets": offsets.data_ptr(), "coded": coded}
+
+    def _list_pages(self, pages: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
+        return [(address, self.codes[group].raw_bytes) for group, address, _ in pages]
+
+    def _find_runs(self, pages: Sequence[tuple[str, int, int]]) -> list[tuple[PageCode, int, int, int]]:
+        """Find (code, first, stop, address of the first one's code) of the pages of each group, which lie in a row."""
+        runs, groups = list[tuple[PageCode, int, int, int]](), [group for group, *_ in pages]
+        for group in dict.fromkeys(groups):
+            first, count = groups.index(group), groups.count(group)
+            runs.append((self.codes[group], first, first + count, pages[first][2]))
+        return runs
