@@ -94,7 +94,7 @@ class _Host(HostTier):
     """Without memory."""
 
     def __init__(self, index: TierIndex, slot_bytes: int) -> None:
-        self.index, self.slot_bytes, self.page_bytes = index, slot_bytes, PAGE_BYTES
+        self.index, self.slot_bytes, self.page_bytes, self.raw_bytes = index, slot_bytes, PAGE_BYTES, PAGE_BYTES
 
     def page_parts(self, copy: TierCopy, *, clear: bool = False) -> list[memoryview]:
         return []

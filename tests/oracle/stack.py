@@ -258,8 +258,8 @@ class Stack:
         host = self.tiers.host
         reserve = host.reserve_copy
 
-        def reserved(page):
-            copy = reserve(page)
+        def reserved(page, *slots):
+            copy = reserve(page, *slots)
             if copy is not None:
                 for part in self.tiers.movers.host.cut_slots(copy.slots):
                     part[:] = POISON * (len(part) // DIGEST)
