@@ -15,7 +15,7 @@ import pstats
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.kv.device_capacity import LONGEST, PAGE_TOKENS, Blank
 from wicore_trt.collector import collect_rarely
@@ -37,6 +37,7 @@ class Device(Blank):
     """Takes time for tokens; pages arrive at once."""
 
     checks = True
+    coded_bytes: Mapping[str, int] = {}
 
     def execute(self, batch: StepBatch) -> StepResult:
         time.sleep(TOKEN_S * batch.num_tokens)

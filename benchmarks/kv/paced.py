@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -48,6 +48,7 @@ class PacedLink:
 
     broken: BaseException | None = None
     checks = True
+    coded_bytes: Mapping[str, int] = {}
 
     def __init__(self, page_bytes: dict[str, int], bytes_per_s: float) -> None:
         keyed = PageDigest(bytes(32), max(page_bytes.values()))

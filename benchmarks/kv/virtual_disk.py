@@ -231,6 +231,7 @@ class Link:
 
     broken: BaseException | None = None
     checks = True
+    coded_bytes: Mapping[str, int] = {}
 
     def __init__(self, world: World, events: Events) -> None:
         self._world, self._events = world, events
