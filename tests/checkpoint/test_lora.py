@@ -123,7 +123,10 @@ def of_queries(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return adapter(base, tmp_path_factory.mktemp("queries") / "a", target_modules=["q_proj"])
 
 
-PARTS_OF_OTHERS = {"plain", "some layers", "a trained head", "trained embeddings", "the head"}
+PARTS_OF_OTHERS = {
+    "plain", "some layers", "a trained head", "trained embeddings", "the head", "a regular expression", "the embedding",
+    "some layers and the head",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

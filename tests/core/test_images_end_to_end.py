@@ -160,6 +160,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Path], 
 
 
 ONE_RANK = pytest.mark.parametrize("serving", [1], indirect=True)
+SELDOM_TWO = pytest.mark.parametrize("serving", [1, pytest.param(2, marks=pytest.mark.long)], indirect=True)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -217,6 +218,7 @@ def test_what_is_cached_is_not_encoded_again_and_gives_the_same_tokens(serving) 
     )
 
 
+@SELDOM_TWO
 def test_preempted_and_parked_sequences_go_on_with_the_same_tokens(serving) -> None:
     served = serving(device_bytes=130_000, host_bytes=400 * SLOT, sequences=6)
     served.serve(prompts_of(4), n=2, answer=60)
@@ -224,6 +226,7 @@ def test_preempted_and_parked_sequences_go_on_with_the_same_tokens(serving) -> N
     assert stats.preemptions > 0 and stats.kv.parked > 0
 
 
+@SELDOM_TWO
 def test_tiers_and_a_restart_give_the_same_tokens(serving, tmp_path: Path) -> None:
     tiers = {"host_bytes": 400 * SLOT, "disk_path": str(tmp_path), "disk_bytes": 64 << 20, "disk_free_bytes": 0}
     prompts = [p.extended(Author(6).words(13)) for p in prompts_of(6)]
