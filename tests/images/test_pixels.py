@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import random
 
 import numpy as np
 import pytest
 from image_files import make_files
 from PIL import Image, ImageOps
 
+from wicore_trt.images import worker
 from wicore_trt.images.prepare import prepare_image
 from wicore_trt.types import ImageFile, ImageInfo
 
@@ -77,3 +79,22 @@ def test_the_true_size_and_every_number_of_crops(tmp_path) -> None:
         for ours, theirs in zip(got.pixels, want["pixel_values"], strict=True):
             assert np.array_equal(normalize(ours, 896), np.asarray(theirs))
     assert counts == [1, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_squares_equal_those_of_pillow(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    """Of all shapes, and of pictures whose rows lie in several blocks."""
+    monkeypatch.setattr(worker, "_library", worker._open_library() if native else None)
+    if native and worker._library is None:
+        pytest.skip("the native library was not built, or for another processor")
+    rng, sizes = random.Random(0), [(4001, 1201, 33), (1, 1, 5), (9000, 1, 7), (56, 56, 56), (40, 90, 56)]
+    assert worker._find_pixels(Image.new("RGB", (4001, 1201))) is None
+    for _ in range(60):
+        height = rng.choice((rng.randint(1, 9), rng.randint(1, 300)))
+        sizes.append((rng.randint(height, 500), height, rng.choice((56, rng.randint(1, 200)))))
+    for width, height, size in sizes:
+        image = Image.frombytes("RGB", (width, height), rng.randbytes(width * height * 3))
+        square = np.zeros((size, size, 3), np.uint8)
+        worker._resize_image(image, square)
+        want = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+        assert np.array_equal(square, want), (width, height, size)

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plugins": ("errors", "plugins"),
     "child_process": (),
     "worker_process": ("errors",),
-    "images": ("arithmetic", "errors", "types", "memory_file", "worker_process", "images"),
+    "images": ("arithmetic", "errors", "types", "memory_file", "worker_process", "plugins.cpu_library", "images"),
     "text": ("collector", "errors", "checks", "files", "types", "worker_process", "text"),
     "grammar": ("errors", "types", "text", "grammar"),
     "checkpoint.tokenizer_check": ("errors", "files", "checkpoint", "text"),  # loads it as an engine will

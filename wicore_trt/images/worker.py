@@ -8,19 +8,23 @@ it is decoded; a job takes at most LIMITS, or the process ends.
 from __future__ import annotations
 
 import binascii
+import ctypes
 import io
 import math
 import mmap
 import os
+import platform
 import struct
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
 from wicore_trt import worker_process
+from wicore_trt.plugins.cpu_library import open_library
 from wicore_trt.worker_process import JobFailure, WorkerLimits, serve_jobs
 
 if TYPE_CHECKING:
@@ -33,6 +37,11 @@ MIN_CROP, MAX_CROPS, MIN_RATIO = 256, 4, 1.2
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation of EXIF to PIL.Image.Transpose
 THREADS = min(8, len(os.sched_getaffinity(0)))
 _POOL = ThreadPoolExecutor(THREADS)
+_library: ctypes.CDLL | None = None  # with `resize_rows` and `resize_columns`
+_open_capsule = ctypes.pythonapi.PyCapsule_GetPointer
+_open_capsule.restype, _open_capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+BAND_BYTES = 8 << 20
+"""Of a copy of rows, so that they lie in one of Pillow's blocks (16 MiB)."""
 MAX_SIZE = 1024
 """Largest side of what an encoder reads."""
 LIMITS = WorkerLimits(cpu_seconds=8.0, memory=3 << 29, answer=(1 + MAX_CROPS) * MAX_SIZE**2 * 3)
@@ -44,11 +53,24 @@ def main() -> None:
     import numpy  # noqa: F401 -- before memory is bounded
     from PIL import Image, WebPImagePlugin  # noqa: F401 -- other formats' plugins are loaded with a file that needs them
 
+    global _library
+    _library = _open_library() if hasattr(Image.Image, "__arrow_c_array__") else None
     answers = mmap.mmap(worker_process.ANSWERS, LIMITS.answer)
     Image.preinit()
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow warns above it, and raises above twice as many
     warnings.simplefilter("ignore")
     serve_jobs(partial(_answer_job, answers), LIMITS)
+
+
+def _open_library() -> ctypes.CDLL | None:
+    """Open the native library, if it resizes: on processors whose float64 arithmetic is that of Pillow's builds."""
+    library = open_library() if platform.machine() == "x86_64" else None
+    if library is None or not hasattr(library, "wicore_cpu_resize_rows"):
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.wicore_cpu_resize_rows.argtypes = [pointer, number, number, number, pointer]
+    library.wicore_cpu_resize_columns.argtypes = [pointer, number, number, number, number, pointer]
+    return library
 
 
 def pack_job(size: int, crops: bool) -> bytes:
@@ -120,24 +142,47 @@ def _resize_image(image: Image.Image, square: Any) -> None:
     import numpy as np
     from PIL import Image
 
-    (width, height), size, how = image.size, len(square), Image.Resampling.BILINEAR
-    if width < height or THREADS == 1:
-        square[:] = np.asarray(image.resize((size, size), how))
+    (width, height), size = image.size, len(square)
+    if width < height or _library is None:
+        square[:] = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
         return
-    wide = Image.new("RGB", (size, height), None)  # not filled
+    wide, library, whole = np.empty((height, size, 4), np.uint8), _library, _find_pixels(image)
 
     def fill_rows(at: int, end: int) -> None:
-        wide.paste(image.crop((0, at, width, end)).resize((size, end - at), how), (0, at))
+        band = whole or _find_pixels(image.crop((0, at, width, end)))
+        assert band is not None, "rows of a band lie apart"
+        first = band[0] + (at * width * 4 if whole else 0)
+        library.wicore_cpu_resize_rows(first, width, end - at, size, wide[at:].ctypes.data)
 
     def fill_columns(at: int, end: int) -> None:
-        square[:, at:end] = np.asarray(wide.crop((at, 0, end, height)).resize((end - at, size), how))
+        library.wicore_cpu_resize_columns(wide.ctypes.data, height, size, at, end, square.ctypes.data)
 
-    _fill_bands(fill_rows, height)
-    _fill_bands(fill_columns, size)
+    _fill_bands(fill_rows, height, max(THREADS, width * height * 4 // BAND_BYTES))
+    _fill_bands(fill_columns, size, THREADS)
 
 
-def _fill_bands(fill: Callable[[int, int], None], count: int) -> None:
-    step = -(-count // THREADS)
+class _ArrowArray(ctypes.Structure):
+    """Array of Arrow's C data interface."""
+
+
+_ArrowArray._fields_ = [
+    *((name, ctypes.c_int64) for name in ("length", "nulls", "offset", "n_buffers", "n_children")),
+    ("buffers", ctypes.POINTER(ctypes.c_void_p)), ("children", ctypes.POINTER(ctypes.POINTER(_ArrowArray))),
+]  # fmt: skip
+
+
+def _find_pixels(image: Image.Image) -> tuple[int, object] | None:
+    """Find the pixels of an RGB image, 4 bytes each: their address, and what keeps them there. None where rows lie
+    apart, as those of large images do."""
+    with suppress(ValueError):
+        _, kept = image.__arrow_c_array__()
+        array = ctypes.cast(_open_capsule(kept, b"arrow_array"), ctypes.POINTER(_ArrowArray)).contents
+        return array.children[0].contents.buffers[1], kept
+    return None
+
+
+def _fill_bands(fill: Callable[[int, int], None], count: int, bands: int) -> None:
+    step = -(-count // bands)
     list(_POOL.map(lambda at: fill(at, min(at + step, count)), range(0, count, step)))
 
 

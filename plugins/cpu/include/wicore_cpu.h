@@ -219,6 +219,12 @@ WICORE_API int wicore_cpu_run(const struct wicore_command* commands, int64_t cou
 // Runs beside operators, in the calling thread.
 WICORE_API void wicore_cpu_page_digest(const struct wicore_page_digest* args);
 
+// Resize pictures as Pillow does with BILINEAR, in the calling thread: rows of `width` RGB pixels of 4 bytes to `size`,
+// then rows [first, last) of a square of `size` pixels of 3 bytes, of `height` such rows.
+WICORE_API void wicore_cpu_resize_rows(const uint8_t* x, int64_t width, int64_t rows, int64_t size, uint8_t* out);
+WICORE_API void wicore_cpu_resize_columns(const uint8_t* x, int64_t height, int64_t size, int64_t first, int64_t last,
+                                          uint8_t* square);
+
 // Threads that move pages, in the order of the calls to `begin`. Null calls: the system's own. NULL: no threads.
 WICORE_API void* wicore_disk_open(int64_t threads, wicore_disk_call read, wicore_disk_call write);
 WICORE_API void wicore_disk_begin(void* mover, const struct wicore_disk_move* move);  // returns at once

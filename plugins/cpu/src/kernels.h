@@ -26,6 +26,8 @@ struct Kernels {
                        uint64_t* sums);
   void (*xxh3_add)(Xxh3&, const uint8_t* data, int64_t bytes);
   void (*xxh3_end)(Xxh3&, uint8_t* out);
+  void (*resize_rows)(const uint8_t* x, int64_t width, int64_t rows, int64_t size, uint8_t* out);
+  void (*resize_columns)(const uint8_t* x, int64_t height, int64_t size, int64_t first, int64_t last, uint8_t* square);
 };
 
 // Of the instruction set in use.

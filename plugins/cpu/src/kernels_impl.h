@@ -6,6 +6,7 @@
 #include "digest.h"
 #include "kernels.h"
 #include "linear.h"
+#include "resize.h"
 #include "rope.h"
 #include "rows.h"
 // IWYU pragma: end_exports
@@ -17,7 +18,8 @@ constexpr Kernels kTable = {WICORE_ISA_NAME,           WICORE_ISA::embed,
                             WICORE_ISA::geglu,         WICORE_ISA::linear,
                             WICORE_ISA::qk_norm_rope_write, WICORE_ISA::attention,
                             WICORE_ISA::digest_piece,       WICORE_ISA::xxh3_add,
-                            WICORE_ISA::xxh3_end};
+                            WICORE_ISA::xxh3_end,           WICORE_ISA::resize_rows,
+                            WICORE_ISA::resize_columns};
 }  // namespace
 
 const Kernels* const WICORE_ISA_TABLE = &kTable;

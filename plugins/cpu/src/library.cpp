@@ -117,6 +117,15 @@ int wicore_cpu_copy_all(wicore_copy_async copy, const uint64_t* targets, const u
   return 0;
 }
 
+void wicore_cpu_resize_rows(const uint8_t* x, int64_t width, int64_t rows, int64_t size, uint8_t* out) {
+  wicore::active()->resize_rows(x, width, rows, size, out);
+}
+
+void wicore_cpu_resize_columns(const uint8_t* x, int64_t height, int64_t size, int64_t first, int64_t last,
+                               uint8_t* square) {
+  wicore::active()->resize_columns(x, height, size, first, last, square);
+}
+
 void wicore_cpu_page_digest(const wicore_page_digest* args) {
   args->out[0] = args->out[1] = 0;
   for (int64_t part = 0, begin = 0; part < args->parts; begin += args->lengths[part++]) {
