@@ -44,10 +44,10 @@ class CudaCoder:
         runs = self._find_runs(pages)
 
         def launch(places: torch.Tensor) -> None:
+            offsets = places * 2  # of values, from words; its memory goes to later work of this stream
             for code, first, stop, coded in runs:
-                arrays = self._make_arrays(places[first:stop], coded) | {"found": self._found.data_ptr()}
-                constants = self._kernels[ENCODE[-1]].constants
-                calls = encode_launches(constants, code, arrays, stop - first)
+                arrays = self._make_arrays(offsets[first:stop], coded) | {"found": self._found.data_ptr()}
+                calls = encode_launches(self._kernels[ENCODE[-1]].constants, code, arrays, stop - first)
                 for name, call in zip(ENCODE, calls, strict=True):
                     SHARED_LAUNCHER.launch(self._kernels[name], call, int(lane.stream.cuda_stream))
 
@@ -60,18 +60,18 @@ class CudaCoder:
         return self._seals.start(lane, self._list_pages(pages), launch, seal)
 
     def decode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
+        kernel = self._kernels[DECODE]
+
         def launch(places: torch.Tensor) -> None:
+            offsets = places * 2
             for code, first, stop, coded in self._find_runs(pages):
-                call = decode_launch(
-                    self._kernels[DECODE].constants, code, self._make_arrays(places[first:stop], coded), stop - first
-                )
-                SHARED_LAUNCHER.launch(self._kernels[DECODE], call, int(lane.stream.cuda_stream))
+                arrays = self._make_arrays(offsets[first:stop], coded)
+                call = decode_launch(kernel.constants, code, arrays, stop - first)
+                SHARED_LAUNCHER.launch(kernel, call, int(lane.stream.cuda_stream))
 
         return self._seals.start(lane, self._list_pages(pages), launch)
 
-    def _make_arrays(self, places: torch.Tensor, coded: int) -> dict[str, Any]:
-        """`places`, in words of 4 bytes, become offsets of values. Their memory goes to later work of this stream."""
-        offsets = places * 2
+    def _make_arrays(self, offsets: torch.Tensor, coded: int) -> dict[str, Any]:
         return {"memory": self._base, "offsets": offsets.data_ptr(), "coded": coded}
 
     def _list_pages(self, pages: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
