@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from fakes import AheadFakeExecutor
-from lanes import Coder, Lane
+from lanes import Coder, Digests, Lane
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.plugins.code_layout import PageCode
@@ -87,6 +87,11 @@ class _Pages:
 
     def __getitem__(self, slot: int) -> _Page:
         return _Page(self._pool[slot], self._size)
+
+
+def code_pages() -> dict[str, Any]:
+    """What makes a `LateExecutor` one that codes its pages."""
+    return {"digests": Digests, "coder": Coder}
 
 
 class LateExecutor(AheadFakeExecutor):

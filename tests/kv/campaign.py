@@ -129,24 +129,25 @@ class LateCopier(PlainCopier):
 class Stack:
     """`path`: directory of the disk tier, or None. `settings` go to KVSettings; `now` is the clock of deadlines and
     times to live; `late` makes copies between device and host end late. `wrong` counts outputs that differ from the
-    run without a cache. `loads_first`: a step begins when loads have ended, as where computing takes far longer; else
+    run without a cache. `coded`: pages are large, and the real copier copies them, coded where settings say so.
+    `loads_first`: a step begins when loads have ended, as where computing takes far longer; else
     computing and loading race, and how much of a prefix is loaded depends on the machine. Disk operations have a
     minute, so that none times out on a busy machine; `hurry_disk` or `disk_timeout_s` is for tests of hangs."""
 
     def __init__(
         self, path: Path | None, *, seed: int, shape: Shape | None = None, files: Files | None = None,
-        late: bool = False, host_slots: int = 120, disk_threads: int = 2, disk_timeout_s: float = 60.0,
-        **settings: object,
+        late: bool = False, coded: bool = False, host_slots: int = 120, disk_threads: int = 2,
+        disk_timeout_s: float = 60.0, **settings: object,
     ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         self.shape = shape or Shape()
         self.files = files
-        self.late = late
+        self.late, self.coded = late, coded
         self.disk = {"DISK_THREADS": disk_threads, "DISK_TIMEOUT_S": disk_timeout_s}
         self.loads_first = False
         disk = {"disk_path": str(path), "disk_bytes": 3 << 20}
         self.kv = KVSettings(
-            host_bytes=host_slots * SLOT, disk_free_bytes=0, **((disk if path is not None else {}) | settings)
+            **{"host_bytes": host_slots * SLOT, "disk_free_bytes": 0, **(disk if path is not None else {}), **settings}
         )
         self.now = 1000.0
         self.wrong = self.finished = self.added = 0
@@ -161,7 +162,12 @@ class Stack:
 
     def open(self) -> None:
         shape = self.shape
-        executor = FakeExecutor(shape.pages, shape.page_tokens, shape.window, shape.max_batch_tokens)
+        sizes, executor = (shape.pages, shape.page_tokens, shape.window, shape.max_batch_tokens), None
+        if self.coded:
+            from late_device import LateExecutor, code_pages
+
+            executor = LateExecutor(*sizes, seed=self.rng.randrange(1 << 30), **code_pages())
+        executor = executor or FakeExecutor(*sizes)
         self.copier = LateCopier(executor, self.rng.randrange(1 << 30)) if self.late else None
         executor.layout = replace(executor.layout, kv_dtype=shape.kv_dtype)
         ranked = partial(Namespace, rank=shape.rank, world=2)

@@ -5,10 +5,12 @@ Invariants: I6, I12.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from campaign import Shape, Stack
@@ -31,6 +33,8 @@ HINTS = st.builds(
 
 
 class TierMachine(RuleBasedStateMachine):
+    coded = False
+
     @initialize(
         seed=st.integers(0, 1 << 32),
         device=st.sampled_from([{GLOBAL: 42, LOCAL: 24}, {GLOBAL: 80, LOCAL: 60}, {GLOBAL: 44}, {LOCAL: 40}]),
@@ -46,9 +50,13 @@ class TierMachine(RuleBasedStateMachine):
         self.dir = Path(tempfile.mkdtemp()) if disk else None
         self.stack = Stack(
             self.dir, seed=seed, shape=Shape(pages=device, window=window), host_slots=host_slots, policy=policy,
-            late=late, write_policy=write_policy, tenant_quota=quota, disk_bytes=(1 << 20) + seed % (2 << 20),
+            late=late and not self.coded, write_policy=write_policy, tenant_quota=quota,
+            disk_bytes=(1 << 20) + seed % (2 << 20), **self.more(seed),
         )  # fmt: skip
         self.live: list[str] = []
+
+    def more(self, seed: int) -> dict[str, Any]:
+        return {}
 
     def did(self, what: str) -> None:
         OPERATIONS[what] += 1
@@ -156,6 +164,35 @@ def profile(examples: int, steps: int) -> settings:
 
 def test_any_order_of_events() -> None:
     run_state_machine_as_test(TierMachine, settings=profile(30, 50))
+
+
+class CodedTierMachine(TierMachine):
+    """Pages of 16 and 32 KiB, some of which have no code; restarts with and without it."""
+
+    coded = True
+
+    def more(self, seed: int) -> dict[str, Any]:
+        return {"coded": True, "compression": "lossless", "host_bytes": 12288 * (10, 40, 120)[seed % 3]}
+
+    @rule(code=st.sampled_from(["none", "lossless"]))
+    def restart_with(self, code) -> None:
+        self.stack.kv = dataclasses.replace(self.stack.kv, compression=code)
+        self.stack.restart()
+        self.did(f"restart with {code}")
+
+
+def test_any_order_of_events_with_coded_pages() -> None:
+    pytest.importorskip("torch")
+    run_state_machine_as_test(CodedTierMachine, settings=profile(6, 30))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_ten_thousand_events_with_coded_pages() -> None:
+    OPERATIONS.clear()
+    while OPERATIONS.total() < 10_000:
+        run_state_machine_as_test(CodedTierMachine, settings=profile(10, 100))
+    print(f"{OPERATIONS.total():,} operations: {dict(OPERATIONS)}")
 
 
 @pytest.mark.long

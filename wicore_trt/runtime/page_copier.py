@@ -483,14 +483,14 @@ class _Way:
 def _judge_codes(
     batch: _Batch, leaving: bool, digests: Callable[[], Sequence[bytes]], sealed: Callable[[], Sequence[bytes]]
 ) -> list[bytes]:
-    """Take the digests of a batch that is over: UNFIT for a page that did not fit its code. Also UNFIT for one that was
-    decoded to other bytes than those that were sealed, in this process or an earlier one."""
+    """Take the digests of a batch that is over: UNFIT for a page that did not fit its code. Also UNFIT where the seal
+    in host memory is not that of the slot's bytes, before they were encoded or after they were decoded."""
     found, seals, told = list(digests()), dict(zip([at for *_, at in batch.staged], sealed(), strict=True)), 0
     for copies in batch.copies:
         for i, at in enumerate(copies.staged):
             first, last = copies.parts[i][0], copies.parts[i][-1]
             assert copies.code is not None
-            good = copies.code.fits(first[:HEADER_BYTES]) if leaving else last[-SEAL_BYTES:] == seals[at]
+            good = last[-SEAL_BYTES:] == seals[at] and (not leaving or copies.code.fits(first[:HEADER_BYTES]))
             found[told + i] = found[told + i] if good else UNFIT
         told += len(copies.keys)
     return found
