@@ -141,7 +141,7 @@ class EngineModel:
 
     def settle(self) -> None:
         """Until nothing is under way in the tiers."""
-        assert self.hub.tiers.lower.wait_idle(10)
+        assert self.hub.tiers.lower.wait_idle(60)
         self.poll([])
         assert not self.saving
 

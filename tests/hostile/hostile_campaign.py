@@ -39,8 +39,11 @@ SURFACES: dict[str, dict[str, Any]] = {
     "http": http_inputs.KINDS, "grpc": grpc_inputs.KINDS, "ws": ws_inputs.KINDS,
 }  # fmt: skip
 READ_S, QUIET_S = 10.0, 0.25
-"""How long an answer is waited for; how long nothing has to come until an answer that may go on is whole."""
-SETTLE_S = 45.0
+"""How long an answer is waited for that need not come; how long nothing has to come until an answer that may go on is
+whole."""
+FAULT_S = 60.0
+"""After this what must be taken or answered and is not is a fault, however busy the machine is."""
+SETTLE_S = 120.0
 BAD = ("grpc: INTERNAL", "grpc: UNKNOWN", "grpc: no answer", "takes nothing")
 TYPE = re.compile(rb'"type":"([a-z_]+_error)"')
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
@@ -138,12 +141,12 @@ async def play(address: tuple[str, int], script: list[Step], surface: str) -> st
         try:
             for step in script:
                 if isinstance(step, bytes):
-                    async with asyncio.timeout(READ_S):
+                    async with asyncio.timeout(FAULT_S):
                         await loop.sock_sendall(sock, step)
                 elif isinstance(step, float):
                     await asyncio.sleep(step)
                 elif step == HEAD:
-                    async with asyncio.timeout(READ_S):
+                    async with asyncio.timeout(FAULT_S):
                         while b"\r\n\r\n" not in got and (piece := await loop.sock_recv(sock, 1 << 16)):
                             got += piece
                 elif step == READ:
@@ -234,7 +237,7 @@ async def ring(channel: grpc.aio.Channel, call: Call) -> str:
 
     reading = asyncio.ensure_future(read())
     try:
-        async with asyncio.timeout(call.leave if call.leave is not None else READ_S + call.timeout):
+        async with asyncio.timeout(call.leave if call.leave is not None else FAULT_S + call.timeout):
             return await talk()
     except TimeoutError:
         stream.cancel()

@@ -60,7 +60,7 @@ def test_what_goes_down_is_looked_after_beside_steps(monkeypatch: pytest.MonkeyP
     core.do_housekeeping()
     assert {what for what, _ in seen} == {"copy", "books"} and len(seen) > 200
     host = core.scheduler.manager.tiers.host
-    assert core.scheduler.manager.tiers.wait_idle(5) and host.pages[GLOBAL] == 2 * (239 // 4)
+    assert core.scheduler.manager.tiers.wait_idle(60) and host.pages[GLOBAL] == 2 * (239 // 4)
     core.close()
 
 

@@ -50,7 +50,7 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
         manager.work_beside_step(0)
     manager.end_request(pages, prompt, hit.tokens)
     manager.free_pages(pages)
-    manager.tiers.wait_idle(10)
+    manager.tiers.wait_idle(60)
 
 
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.long), 4])

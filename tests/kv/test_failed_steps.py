@@ -221,7 +221,7 @@ def test_a_page_that_is_condemned_while_it_is_written_to_disk_is_not_there_after
     core.executor.poison = {sequence.seq_id}
     assert [o.finish_reason for o in core.step()] == [FinishReason.ERROR]
     gate.opened.set()
-    assert manager.tiers.wait_idle(10)
+    assert manager.tiers.wait_idle(60)
     assert not any(manager.tiers.find_tier(g, key) for g in (GLOBAL, LOCAL) for key in sequence.pages.keys)
     manager.check_integrity()
     core.close()

@@ -169,7 +169,7 @@ def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
         held = len(tokens) - 1  # the last token was sampled, not computed
         tokens += [rng.randrange(2, 97) for _ in range(rng.randint(1, 9))]
     tiers = core.scheduler.manager.tiers
-    assert tiers.wait_idle(5)
+    assert tiers.wait_idle(60)
     geometry = Geometry.from_spec(tiny_spec(window), page_tokens, "float32")
     size = SessionSize(geometry, held, reply - 1)
     found = {GLOBAL: set(), LOCAL: set()}

@@ -71,7 +71,7 @@ def test_the_store_reads_nothing_that_is_not_wanted(kept):
     parts = [memoryview(bytearray(b"x" * tiers.movers.host.slot_bytes)) for _ in index.find_copy(*pages[0].name).slots]
     wanted = lambda: bool(asked.append(1))  # noqa: E731
     assert store.read_page(pages[0], index.find_copy(*pages[0].name).slots, parts, told.append, wanted=wanted)
-    tiers.wait_idle(5)
+    tiers.wait_idle(60)
     while not told:
         pass
     assert list(told) == [Outcome.UNWANTED] and asked == [1]
@@ -82,7 +82,7 @@ def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
     tiers, pages = kept
     inbox = deque()
     fetches = [tiers.up.fetch_page(page, inbox, lambda: False) for page in pages]
-    assert tiers.wait_idle(10)
+    assert tiers.wait_idle(60)
     assert [fetch.stage for fetch in fetches] == [Stage.FAILED] * len(pages) and len(inbox) == len(pages)
     assert not tiers.movers.disk_traffic.failures and not tiers.up.waiting and not tiers.up.reading_bytes
     assert tiers.host.used_slots == 0
@@ -96,7 +96,7 @@ def test_who_comes_after_a_read_was_left_out_has_it_read(kept):
     while tiers.movers.mailbox.empty():
         pass  # it was left out, which nobody knows yet
     second = tiers.up.fetch_page(pages[0], inbox)
-    assert tiers.wait_idle(10)
+    assert tiers.wait_idle(60)
     assert (first.stage, second.stage) == (Stage.FAILED, Stage.HERE)
     tiers.up.release_fetch(second)
 
