@@ -185,7 +185,7 @@ def tls(tmp_path_factory):
 async def connect(address: str, credentials) -> str:
     port = address.rpartition(":")[2]
     async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await text_of(inference_pb2_grpc.InferenceServiceStub(channel))
 
 
