@@ -82,7 +82,7 @@ bench-serve-gpu: setup  ## needs a GPU; ARGS="ENGINE --vllm-site DIR --peer-scri
 	$(PY) -m benchmarks.serve.on_gpu $(ARGS)
 
 proto: setup  ## generated gRPC code from the .proto file
-	$(PY) -m wicore_trt.serve.proto.generate
+	$(PY) tests/serve/generate_proto.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

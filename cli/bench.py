@@ -166,7 +166,6 @@ def serve(
     slo: Annotated[
         str | None, _OUT(metavar="LIMITS", help="A good request's, as ttft=450ms,tpot=40ms,e2e=20s.")
     ] = None,
-    plot: Annotated[Path | None, _OUT(help="SVG to write.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Open-loop load: requests are sent when they are due, and latencies count from then.
@@ -175,7 +174,7 @@ def serve(
       wicore bench serve --target http://127.0.0.1:8000 --rate 2,4,8 --duration 60 --slo ttft=450ms,tpot=40ms
       wicore bench serve --target 127.0.0.1:50051 --trace mooncake_conversation.jsonl --requests 500 --rate 1
     """
-    given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "plot", "target")}
+    given = {name: value for name, value in locals().items() if name not in ("api_key", "as_json", "target")}
     from wicore_trt.bench.client import open_target, run_quickly
     from wicore_trt.bench.load import LoadOptions, Offer, run_sweep
     from wicore_trt.bench.measure import Slo
@@ -201,8 +200,6 @@ def serve(
         LoadShape(**found, turns=turns, shared_prefix=shared_prefix, prefixes=prefixes),
         load_trace(trace, plain=True) if trace else (), burstiness, requests, duration, seed,
     )  # fmt: skip
-    if plot is not None:
-        from wicore_trt.bench.plot import write_load_plot  # before minutes of work, where it cannot be had
 
     async def run() -> tuple[list[dict[str, Any]], list[str]]:
         async with AsyncExitStack() as stack:
@@ -227,10 +224,6 @@ def serve(
             return results, [opened.info.model_id for _, opened in targets]
 
     results, models = run_quickly(run())
-    if plot is not None:
-        values = asdict(limits) if limits else {}
-        limits_ms = {name.removesuffix("_s"): value * 1e3 for name, value in values.items() if value is not None}
-        write_load_plot(results, plot, limits_ms)
     where, served = ", ".join(target or ["in process"]), ", ".join(dict.fromkeys(models))
     if as_json:
         about = {"model_id": served}

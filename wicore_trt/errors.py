@@ -21,7 +21,7 @@ _EXTRAS = {
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "websockets", "msgspec", "llguidance", "PIL"), "serve"),
     **dict.fromkeys(("prometheus_client", "smg_grpc_proto"), "serve"),
-    **dict.fromkeys(("aiohttp", "matplotlib"), "bench"), "opentelemetry": "otel",
+    "aiohttp": "bench", "opentelemetry": "otel",
 }  # fmt: skip
 """Module to the extra of this package that brings it."""
 

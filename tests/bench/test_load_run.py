@@ -13,6 +13,7 @@ from serve.serving import make_engine as make_grpc_engine
 from serve.serving import serving as serving_grpc
 from web import make_engine, serving
 
+from benchmarks.serve import plot
 from wicore_trt.bench.client import GrpcTarget, LocalTarget, run_quickly
 from wicore_trt.bench.load import LoadOptions, Offer, run_load, run_sweep
 from wicore_trt.bench.measure import RequestRecord
@@ -220,11 +221,10 @@ async def command(*arguments: str) -> int:
 
 
 async def test_the_command_over_both_transports(tmp_path: Path, capsys: Captured) -> None:
-    plot = tmp_path / "load.svg"
     engine = make_engine(step_s=0.001)
     async with serving(engine) as web, serving_grpc(make_grpc_engine(step_s=0.001)) as grpc_:
         arguments = ["--target", web.url, "--target", grpc_.address, *SMALL, "--rate", "100,200", "--requests", "12"]
-        limits = ["--slo", "ttft=60s,tpot=1s", "--plot", str(plot)]
+        limits = ["--slo", "ttft=60s,tpot=1s"]
         assert await command(*arguments, *limits, "--burstiness", "0.5", "--json") == 0
         captured = capsys.readouterr()
         report = json.loads(captured.out)
@@ -243,7 +243,9 @@ async def test_the_command_over_both_transports(tmp_path: Path, capsys: Captured
         assert result["goodput"]["value"] == pytest.approx(result["requests"]["value"])
         assert result["client"]["send"]["count"] == 12 and result["client"]["loop"]["p99"] > 0
     assert len({(r["prompt_tokens"], r["output_tokens"]) for r in report["results"]}) == 1
-    drawing = ElementTree.parse(plot).getroot()
+    (tmp_path / "load.json").write_text(captured.out)
+    plot.main([str(tmp_path / "load.json"), "--out", str(tmp_path / "load.svg")])
+    drawing = ElementTree.parse(tmp_path / "load.svg").getroot()
     words = " ".join("".join(node.itertext()) for node in drawing.iter("{http://www.w3.org/2000/svg}text"))
     assert drawing.tag.endswith("svg") and all(word in words for word in (web.url, grpc_.address, "TTFT", "objective"))
     lines = text.out.splitlines()

@@ -21,7 +21,7 @@ EXTRAS = {
         *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "smg_grpc_proto", "prometheus_client"),
         *("starlette", "uvicorn", "uvloop", "httptools", "websockets", "llguidance"),
     ),
-    "bench": ("aiohttp", "matplotlib"),
+    "bench": ("aiohttp",),
 }
 EXTRAS["bench"] += EXTRAS["serve"]
 """Extra to the modules that it brings and the base does not."""

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 
 import pytest
+from serve.generate_proto import GEN_DIR, PROTO_DIR, generate
 
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-from wicore_trt.serve.proto.generate import GEN_DIR, PROTO_DIR, generate
 from wicore_trt.types import SamplingParams
 
 
@@ -24,7 +24,7 @@ def test_the_committed_code_is_what_the_proto_files_give(tmp_path):
         pytest.skip(f"committed by grpcio-tools {committed_by}; {installed} is installed")
     written = {path.relative_to(tmp_path): path.read_bytes() for path in generate(tmp_path)}
     committed = {p.relative_to(GEN_DIR): p.read_bytes() for p in GEN_DIR.rglob("*.py*") if p.suffix in (".py", ".pyi")}
-    assert written == committed, "run: python -m wicore_trt.serve.proto.generate"
+    assert written == committed, "run: make proto"
 
 
 @pytest.mark.parametrize("command", [["lint"], ["format", "--diff", "--exit-code"]])

@@ -1,16 +1,21 @@
-"""Plot of a load test: the results of each rate, one line for each target.
+"""Plot of load tests: `python -m benchmarks.serve.plot REPORT... --out load.svg`, of what `bench serve --json` printed.
 
-Draws with matplotlib; must not know how anything was measured. Invariant: equal results give equal bytes.
+Draws the results of each rate with matplotlib, one line for each target. Equal results give equal bytes.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+
+from wicore_trt.bench.measure import Slo
 
 SHARES = {"p50": ":", "p90": "--", "p99": "-"}
 
@@ -53,3 +58,19 @@ def write_load_plot(results: Sequence[Mapping[str, Any]], path: Path, limits_ms:
 def _find_rate(result: Mapping[str, Any]) -> float:
     """Find requests a second; a run of all at once counts what was answered."""
     return float(result["offered_per_s"] or result["requests"]["value"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("reports", nargs="+", type=Path, help="JSON documents; the objectives are the first one's")
+    parser.add_argument("--out", type=Path, required=True, help="SVG to write")
+    options = parser.parse_args(arguments)
+    reports = [json.loads(path.read_text()) for path in options.reports]
+    slo = reports[0]["parameters"]["slo"]
+    limits = {name: value for name, value in asdict(Slo.parse_limits(slo)).items() if value} if slo else {}
+    limits_ms = {name.removesuffix("_s"): value * 1e3 for name, value in limits.items()}
+    write_load_plot([result for report in reports for result in report["results"]], options.out, limits_ms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The wire contract: `wicore/inference/v1/inference.proto` and the script that compiles it."""
