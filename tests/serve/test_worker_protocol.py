@@ -99,7 +99,8 @@ async def test_what_is_not_served_is_refused_by_name():
             (pb2.GenerateRequest(), "input"),
         ]
         for name, value in (("data_parallel_rank", 1), ("kv_transfer_params_json", "{}"),
-                            ("media_refs", pb2.MediaRefs()), ("mm_inputs", pb2.MultimodalInputs())):  # fmt: skip
+                            ("media_refs", pb2.MediaRefs()), ("mm_inputs", pb2.MultimodalInputs()),
+                            ("extra_mm_inputs", [pb2.MultimodalInputs()])):  # fmt: skip
             wrong = ask()
             wrong.MergeFrom(pb2.GenerateRequest(**{name: value}))
             cases.append((wrong, name))
@@ -110,6 +111,14 @@ async def test_what_is_not_served_is_refused_by_name():
         for call in (stub.Embed(pb2.EmbedRequest()), stub.FlushCache(common_pb2.FlushCacheRequest())):
             assert (await failure(call))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert (await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest())))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_answer_may_be_larger_than_the_largest_request(monkeypatch):
+    """One message has all of a long answer to a call that does not stream, with its log-probabilities."""
+    monkeypatch.setattr("wicore_trt.serve.server.find_message_limit", lambda *limits: 200)
+    async with serving() as running:
+        [end] = [m async for m in stub_of(running).Generate(ask("hello", 300, stream=False))]
+        assert end.ByteSize() > 200 and list(end.complete.output_ids) == expected("hello", 300)[1]
 
 
 def test_batches_of_a_large_snapshot_are_made_one_by_one(monkeypatch):

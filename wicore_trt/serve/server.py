@@ -62,7 +62,7 @@ def make_channel_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.so_reuseport", 1),  # for our own listeners; `check_free` sees the port of another process
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # an answer of any size was worth computing; it is the reader's to refuse
         # Without the first of these a part of the calls with more than 8 KiB is refused, at random.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

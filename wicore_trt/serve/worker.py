@@ -55,7 +55,8 @@ TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
-_UNSERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
+_SERVED = {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
+"""Of GenerateRequest: a request that sets any other field, those of later versions included, is refused."""
 
 
 def make_handlers(service: WorkerService) -> grpc.GenericRpcHandler:
@@ -226,9 +227,9 @@ def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
 def _text_request(
     engine: TextEngine, request: pb2.GenerateRequest, tenant: str, timeout_s: float | None
 ) -> TextRequest:
-    for name in _UNSERVED:
-        if request.HasField(name):
-            raise InvalidRequestError(f"{name} is not served here.", field=name)
+    for field, _ in request.ListFields():
+        if field.name not in _SERVED:
+            raise InvalidRequestError(f"{field.name} is not served here.", field=field.name)
     count, rank = len(engine.engine.parts), request.data_parallel_rank
     if not 0 <= rank < count:
         raise InvalidRequestError(f"There are ranks 0 to {count - 1}.", field="data_parallel_rank")
