@@ -85,6 +85,25 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
     await asyncio.gather(*pictures, return_exceptions=True)
 
 
+async def test_a_request_is_aborted_while_its_prompt_is_read(monkeypatch):
+    monkeypatch.setattr(text_engine, "INLINE_CHARS", 4)
+    core = make_core()
+    core.executor.step_s = 0.02
+    engine = TextEngine(engine_of(core, 100), TOKENIZER, FAKE_INFO)
+    await engine.start()
+    asked = [TextRequest(name, params(), prompt="a long text") for name in ("a", "b")]
+    reading = [asyncio.create_task(engine.encode_long_prompt(request)) for request in asked]
+    await asyncio.sleep(0)
+    assert engine.abort_request("a") and not engine.abort_request("a", "another tenant")
+    reading[1].cancel()  # its client leaves
+    await asyncio.gather(*reading, return_exceptions=True)
+    *_, last = [output async for output in await engine.submit(reading[0].result())]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert not engine.abort_request("a") and not engine.abort_request("b")
+    assert await text_of(await engine.submit(asked[1])) == expected("a long text")
+    await engine.close()
+
+
 async def test_a_token_that_cannot_become_text_fails_its_stream_alone():
     class Partial(FakeTokenizer):
         def decode(self, ids, *, skip_special: bool = True) -> str:

@@ -341,6 +341,7 @@ class TextEngine:
         self.times = Times()
         self._streams: dict[str, TextStream] = {}  # by key
         self._keys: dict[tuple[str, str], str] = {}  # (tenant, request id) -> key
+        self._unread: dict[tuple[str, str], bool] = {}  # of requests whose prompts are being read: whether aborted
         self._tallies: dict[str, Tally] = {}
         self.work = Offload(TEXT_THREADS).run_function
         """Runs a function that takes time in proportion to what a client sent, on a thread; tenants come in turn."""
@@ -384,13 +385,15 @@ class TextEngine:
         return replace(told.result(), content=fill_spans(told.result().content, seen.result().images))
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
-        """Check the constraint, prepare images and tokenize a long text, all on threads. Raises InvalidRequestError,
-        and DeadlineError when the request's time passes meanwhile."""
+        """Check the constraint, prepare images and tokenize a long text, all on threads; `submit` comes next. Raises
+        InvalidRequestError, and DeadlineError when the request's time passes meanwhile."""
         started, constraint = time.monotonic(), request.params.constraint
         request = apply_turn_end(self.tokenizer, request)
         short = not request.images and (request.prompt_token_ids is not None or is_short(self.tokenizer, request))
         if short and constraint is None:
             return request
+        name = (request.tenant, request.request_id)
+        self._unread.setdefault(name, False)
         try:
             async with asyncio.timeout(request.timeout_s):
                 if constraint is not None:
@@ -401,7 +404,10 @@ class TextEngine:
                     request = await self.work(
                         request.tenant, partial(encode_request, self.tokenizer, request, self.info)
                     )
-        except TimeoutError:
+        except BaseException as error:
+            self._unread.pop(name, None)
+            if not isinstance(error, TimeoutError):
+                raise
             raise DeadlineError("The request's time was over before its prompt was read.") from None
         if request.timeout_s is None:
             return request
@@ -417,9 +423,10 @@ class TextEngine:
         """Queue a request and return its stream. Tokenizes here, so pass long texts through `encode_long_prompt` first.
         Raises InvalidRequestError, QueueFullError, UnavailableError (starting or draining) or EngineDeadError; the
         stream raises EngineDeadError when the engine breaks later."""
+        since, name = time.monotonic(), (request.tenant, request.request_id)
+        aborted = self._unread.pop(name, False)
         if self.draining or not self._started:
             raise UnavailableError("The server is draining." if self.draining else "The engine has not started.")
-        since, name = time.monotonic(), (request.tenant, request.request_id)
         if name in self._keys:
             raise InvalidRequestError(f"Request id {shown(request.request_id)} is in use.", field="request_id")
         request = encode_request(self.tokenizer, request, self.info)
@@ -445,17 +452,22 @@ class TextEngine:
                 self.add_retry_hint(error, request.tenant)
             raise
         self.find_tally(request.tenant).prompt += len(token_ids) * request.params.n
+        if aborted:
+            self.engine.abort(key)
         return stream
 
     def find_tally(self, tenant: str) -> Tally:
         return self._tallies.setdefault(tenant, Tally())
 
     def abort_request(self, request_id: str, tenant: str = "") -> bool:
-        """End a tenant's request with FinishReason.CANCELLED; return False when it is not live."""
-        key = self._keys.get((tenant, request_id))
-        if key is not None:
+        """End a tenant's request with FinishReason.CANCELLED, one whose prompt is being read once it is; return False
+        when it is not live."""
+        name = (tenant, request_id)
+        if (key := self._keys.get(name)) is not None:
             self.engine.abort(key)
-        return key is not None
+        elif name in self._unread:
+            self._unread[name] = True
+        return key is not None or name in self._unread
 
     def forget_stream(self, stream: TextStream, *, refused: bool = False) -> None:
         """Drop a stream that its reader closed or that was refused; abort it if it still runs."""
