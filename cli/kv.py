@@ -61,6 +61,9 @@ def simulate(
     tokens_per_second: Annotated[
         float, typer.Option(min=1, metavar="N", help="How fast a server computes prompts.")
     ] = 10_000,
+    coded: Annotated[
+        bool, typer.Option("--coded", help="kv.compression lossless: lower tiers hold a third more in the same memory.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -87,6 +90,9 @@ def simulate(
     lower = {
         name: _parse_pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None
     }
+    if coded:
+        lower = {name: count * 4 // 3 for name, count in lower.items()}
+        bytes_per_token, window_bytes = bytes_per_token * 3 // 4, window_bytes * 3 // 4
     sizes = [_parse_pages(text, unique, "capacity") for text in capacity.split(",")]
     all_names = [*POLICIES, "belady"] if workers == 1 else [*POLICIES]  # one server's future is known beforehand
     names = all_names if policy == "all" else policy.split(",")

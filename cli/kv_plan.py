@@ -29,6 +29,7 @@ def plan(
     kv_dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or fp8. Default: the engine's.")
     ] = None,
+    compression: Annotated[str, typer.Option(help="kv.compression: none or lossless (BF16 on GPUs).")] = "none",
     page_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32.")
     ] = None,
@@ -64,7 +65,12 @@ def plan(
     kv_dtype = kv_dtype or own_dtype
     if kv_dtype not in ITEM_BYTES:
         raise ConfigError(f"--kv-dtype {kv_dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
-    geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, kv_dtype)
+    if compression not in ("none", "lossless") or (compression == "lossless" and kv_dtype != "bfloat16"):
+        raise ConfigError(
+            f"--compression {compression!r} for pages of {kv_dtype}.", fix="Take none, or bfloat16 pages."
+        )
+    coded = compression == "lossless"
+    geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, kv_dtype, coded=coded)
     sizes = [
         SessionSize(geometry, _parse_tokens(text, longest, geometry.page_tokens), reply_tokens)
         for text in context.split(",")
@@ -83,6 +89,7 @@ def plan(
             )
         together = min(together, fit)
     recipe = _make_recipe(largest, users, together, batch, host, disk)
+    recipe["kv"] |= {"compression": compression} if coded else {}
     weights = {name: count_weight_bytes(spec, form) for name, form in formats.items()}
     cards = {card.strip(): _parse_bytes(card) or 0 for card in gpus.split(",")} if gpus else {}
     fits: list[dict[str, Any]] = [

@@ -519,7 +519,8 @@ class PoolStats:
 class TierStats:
     """Tier of the KV cache ("device", "host" or "disk"), counters since start and gauges.
 
-    `used_bytes` hold pages; `pages` counts them by layer group. `hit_tokens` are prompt tokens that this tier saved
+    `used_bytes` hold pages; `pages` counts them by layer group, and `raw_bytes` is what those that are there take on
+    the device. `hit_tokens` are prompt tokens that this tier saved
     (each token counts once, for the tier that was nearest). `read_*` is traffic towards the device, `write_*` into
     this tier. `evictions` and `failures` count pages by cause. `queue_depth` is the number of transfers under way.
     """
@@ -537,6 +538,7 @@ class TierStats:
     evictions: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
     queue_depth: int = 0
+    raw_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

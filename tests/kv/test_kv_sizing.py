@@ -29,6 +29,7 @@ geometries = st.builds(
     st.sampled_from([builtin_spec(name) for name in MODELS] + [tiny_spec(6, (LOCAL, LOCAL)), tiny_spec(6, (GLOBAL,))]),
     st.sampled_from([1, 8, 16, 32, 48]),
     st.sampled_from(["float32", "bfloat16", "fp8"]),
+    coded=st.booleans(),
 )
 
 
@@ -62,6 +63,17 @@ def test_27b_at_32k_takes_a_fifth_of_all_layers():
     one_window = SessionSize(geometry, 32_768, 0)
     assert one_window.page_indices[LOCAL] == list(range(1023 - 32, 1024))
     assert SessionSize(geometry, 131_072, 128).saving_factor > 5.8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_coded_pages_take_three_quarters(name):
+    for page_tokens in (16, 32, 64):
+        raw, coded = (Geometry.from_spec(builtin_spec(name), page_tokens, "bfloat16", coded=on) for on in (False, True))
+        assert raw.page_bytes == coded.page_bytes, "the device keeps them raw"
+        less, more = (SessionSize(each, 8192, 128).host_bytes for each in (coded, raw))
+        assert 0.72 < less / more < 0.78
+        fp8, on = (Geometry.from_spec(builtin_spec(name), page_tokens, "fp8", coded=c) for c in (False, True))
+        assert fp8 == on, "FP8 has no code"
 
 
 def index_of(geometry: Geometry, slots: int) -> TierIndex:

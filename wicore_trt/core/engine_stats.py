@@ -38,10 +38,12 @@ def read_engine_stats(
 
     def make_stats() -> EngineStats:
         held = [(used + cached, used, layout.page_bytes[name]) for name, _, used, cached, _ in pools]
+        used_bytes = sum(pages * size for pages, _, size in held)
         device = TierStats(
             tier="device",
             capacity_bytes=layout.memory_bytes,
-            used_bytes=sum(pages * size for pages, _, size in held),
+            used_bytes=used_bytes,
+            raw_bytes=used_bytes,
             pinned_bytes=sum(used * size for _, used, size in held),
             pages={name: used + cached for name, _, used, cached, _ in pools},
             hit_tokens=hit_tokens,

@@ -15,9 +15,11 @@ from math import lcm
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page, least_slabs, pages_per_slab
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
-from wicore_trt.kv.tiers.host import slot_geometry
+from wicore_trt.kv.tiers.host import coded_geometry
 from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
+from wicore_trt.plugins.code_layout import find_code
+from wicore_trt.plugins.layout import PoolShape
 
 _DIRECTORY_BYTES = 64 << 10  # the disk tier's directories and its lock file count too
 
@@ -55,7 +57,8 @@ def builtin_spec(name: str) -> Gemma3Spec:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Storage of one model's pages: bytes of a page by layer group, bytes of a slot, slots of a page by group."""
+    """Storage of one model's pages: bytes of a page on the device by layer group, bytes of a slot below it, slots of a
+    page by group."""
 
     spec: Gemma3Spec
     page_tokens: int
@@ -65,10 +68,15 @@ class Geometry:
     slots_per_page: Mapping[str, int]
 
     @classmethod
-    def from_spec(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> Geometry:
-        size = ITEM_BYTES[kv_dtype]
+    def from_spec(cls, spec: Gemma3Spec, page_tokens: int, kv_dtype: str, *, coded: bool = False) -> Geometry:
+        """Take sizes of a model; `coded`: as with kv.compression lossless, where such pages have a code."""
+        size, codes = ITEM_BYTES[kv_dtype], dict[str, int]()
         page_bytes = {g: spec.page_bytes(g, page_tokens, size) for g in GROUPS if spec.layers_of(g)}
-        return cls(spec, page_tokens, kv_dtype, page_bytes, *slot_geometry(page_bytes))
+        for group in map(spec.layer_group, page_bytes if coded and spec.head_dim >= 16 else ()):
+            shape = PoolShape(len(group.layers), page_tokens, group.num_kv_heads, group.head_dim, kv_dtype)
+            if (code := find_code(shape)) is not None:
+                codes[group.name] = code.coded_bytes
+        return cls(spec, page_tokens, kv_dtype, page_bytes, *coded_geometry(page_bytes, codes)[:2])
 
     def first_visible_page(self, tokens: int) -> int:
         """Index of the first local page that the token at position `tokens` looks at."""

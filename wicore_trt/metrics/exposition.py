@@ -215,6 +215,7 @@ def _step_tokens(e: EngineStats) -> Histogram | None:
 TIER = (
     (GAUGE, "capacity_bytes", "", "Bytes that a tier of the KV cache has."),
     (GAUGE, "used_bytes", "", "Bytes that hold pages."),
+    (GAUGE, "raw_bytes", "", "Bytes that these pages take on the device: more, where they are coded."),
     (GAUGE, "pinned_bytes", "", "Bytes that cannot be given up now: running sequences, sessions."),
     (GAUGE, "queue_depth", "", "Transfers under way."),
     (GAUGE, "pages", "group", "Pages that a tier holds."),

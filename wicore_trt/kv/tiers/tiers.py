@@ -247,6 +247,7 @@ class LowerTiers:
                     read_bytes=traffic.read_bytes, read_seconds=traffic.read_seconds,
                     write_bytes=traffic.write_bytes, write_seconds=traffic.write_seconds,
                     evictions=dict(index.evictions), failures=dict(traffic.failures), queue_depth=queue_depth,
+                    raw_bytes=sum(count * movers.host.raw_bytes[group] for group, count in index.pages.items()),
                 )
             )  # fmt: skip
         return tuple(stats)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cwicore/inference/v1/kv.proto\x12\x13wicore.inference.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8c\x01\n\nCacheHints\x12\x14\n\x07session\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x34\n\x08priority\x18\x02 \x01(\x0e\x32\".wicore.inference.v1.CachePriority\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_session\"\xe3\x01\n\x07KVStats\x12-\n\x05tiers\x18\x01 \x03(\x0b\x32\x1e.wicore.inference.v1.TierStats\x12>\n\tdecisions\x18\x02 \x03(\x0b\x32+.wicore.inference.v1.KVStats.DecisionsEntry\x12\x0e\n\x06parked\x18\x03 \x01(\x04\x12\x0f\n\x07resumed\x18\x04 \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x05 \x01(\x04\x1a\x30\n\x0e\x44\x65\x63isionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd7\x04\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\x38\n\x05pages\x18\x05 \x03(\x0b\x32).wicore.inference.v1.TierStats.PagesEntry\x12\x12\n\nhit_tokens\x18\x06 \x01(\x04\x12\x12\n\nread_bytes\x18\x07 \x01(\x04\x12,\n\tread_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bwrite_bytes\x18\t \x01(\x04\x12-\n\nwrite_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12@\n\tevictions\x18\x0b \x03(\x0b\x32-.wicore.inference.v1.TierStats.EvictionsEntry\x12>\n\x08\x66\x61ilures\x18\x0c \x03(\x0b\x32,.wicore.inference.v1.TierStats.FailuresEntry\x12\x13\n\x0bqueue_depth\x18\r \x01(\r\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"b\n\x18SubscribeKVEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x07replica\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_replica\"\xb1\x01\n\x19SubscribeKVEventsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x37\n\x08snapshot\x18\x03 \x01(\x0b\x32#.wicore.inference.v1.KVSnapshotPartH\x00\x12/\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x1d.wicore.inference.v1.KVEventsH\x00\x42\t\n\x07\x63ontent\"Z\n\x0eKVSnapshotPart\x12+\n\x05pages\x18\x01 \x03(\x0b\x32\x1c.wicore.inference.v1.KVPages\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\x12\x0c\n\x04last\x18\x03 \x01(\x08\"8\n\x08KVEvents\x12,\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1c.wicore.inference.v1.KVEvent\"\xbb\x01\n\x07KVEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x06stored\x18\x02 \x01(\x0b\x32\x1c.wicore.inference.v1.KVPagesH\x00\x12\x31\n\x07removed\x18\x03 \x01(\x0b\x32\x1e.wicore.inference.v1.KVRemovedH\x00\x12\x31\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1e.wicore.inference.v1.KVClearedH\x00\x42\x08\n\x06\x63hange\"R\n\x07KVPages\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12*\n\x05pages\x18\x03 \x03(\x0b\x32\x1b.wicore.inference.v1.KVPage\"W\n\x06KVPage\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\"E\n\tKVRemoved\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\"\x19\n\tKVCleared\x12\x0c\n\x04tier\x18\x01 \x01(\t*{\n\rCachePriority\x12\x1e\n\x1a\x43\x41\x43HE_PRIORITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_PRIORITY_LOW\x10\x01\x12\x19\n\x15\x43\x41\x43HE_PRIORITY_NORMAL\x10\x02\x12\x17\n\x13\x43\x41\x43HE_PRIORITY_HIGH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cwicore/inference/v1/kv.proto\x12\x13wicore.inference.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8c\x01\n\nCacheHints\x12\x14\n\x07session\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x34\n\x08priority\x18\x02 \x01(\x0e\x32\".wicore.inference.v1.CachePriority\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_session\"\xe3\x01\n\x07KVStats\x12-\n\x05tiers\x18\x01 \x03(\x0b\x32\x1e.wicore.inference.v1.TierStats\x12>\n\tdecisions\x18\x02 \x03(\x0b\x32+.wicore.inference.v1.KVStats.DecisionsEntry\x12\x0e\n\x06parked\x18\x03 \x01(\x04\x12\x0f\n\x07resumed\x18\x04 \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x05 \x01(\x04\x1a\x30\n\x0e\x44\x65\x63isionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xea\x04\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\x38\n\x05pages\x18\x05 \x03(\x0b\x32).wicore.inference.v1.TierStats.PagesEntry\x12\x12\n\nhit_tokens\x18\x06 \x01(\x04\x12\x12\n\nread_bytes\x18\x07 \x01(\x04\x12,\n\tread_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bwrite_bytes\x18\t \x01(\x04\x12-\n\nwrite_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12@\n\tevictions\x18\x0b \x03(\x0b\x32-.wicore.inference.v1.TierStats.EvictionsEntry\x12>\n\x08\x66\x61ilures\x18\x0c \x03(\x0b\x32,.wicore.inference.v1.TierStats.FailuresEntry\x12\x13\n\x0bqueue_depth\x18\r \x01(\r\x12\x11\n\traw_bytes\x18\x0e \x01(\x04\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"b\n\x18SubscribeKVEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x07replica\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_replica\"\xb1\x01\n\x19SubscribeKVEventsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x37\n\x08snapshot\x18\x03 \x01(\x0b\x32#.wicore.inference.v1.KVSnapshotPartH\x00\x12/\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x1d.wicore.inference.v1.KVEventsH\x00\x42\t\n\x07\x63ontent\"Z\n\x0eKVSnapshotPart\x12+\n\x05pages\x18\x01 \x03(\x0b\x32\x1c.wicore.inference.v1.KVPages\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\x12\x0c\n\x04last\x18\x03 \x01(\x08\"8\n\x08KVEvents\x12,\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1c.wicore.inference.v1.KVEvent\"\xbb\x01\n\x07KVEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x06stored\x18\x02 \x01(\x0b\x32\x1c.wicore.inference.v1.KVPagesH\x00\x12\x31\n\x07removed\x18\x03 \x01(\x0b\x32\x1e.wicore.inference.v1.KVRemovedH\x00\x12\x31\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1e.wicore.inference.v1.KVClearedH\x00\x42\x08\n\x06\x63hange\"R\n\x07KVPages\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12*\n\x05pages\x18\x03 \x03(\x0b\x32\x1b.wicore.inference.v1.KVPage\"W\n\x06KVPage\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\"E\n\tKVRemoved\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\"\x19\n\tKVCleared\x12\x0c\n\x04tier\x18\x01 \x01(\t*{\n\rCachePriority\x12\x1e\n\x1a\x43\x41\x43HE_PRIORITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_PRIORITY_LOW\x10\x01\x12\x19\n\x15\x43\x41\x43HE_PRIORITY_NORMAL\x10\x02\x12\x17\n\x13\x43\x41\x43HE_PRIORITY_HIGH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIERSTATS_EVICTIONSENTRY']._serialized_options = b'8\001'
   _globals['_TIERSTATS_FAILURESENTRY']._loaded_options = None
   _globals['_TIERSTATS_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_CACHEPRIORITY']._serialized_start=1951
-  _globals['_CACHEPRIORITY']._serialized_end=2074
+  _globals['_CACHEPRIORITY']._serialized_start=1970
+  _globals['_CACHEPRIORITY']._serialized_end=2093
   _globals['_CACHEHINTS']._serialized_start=86
   _globals['_CACHEHINTS']._serialized_end=226
   _globals['_KVSTATS']._serialized_start=229
@@ -49,29 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVSTATS_DECISIONSENTRY']._serialized_start=408
   _globals['_KVSTATS_DECISIONSENTRY']._serialized_end=456
   _globals['_TIERSTATS']._serialized_start=459
-  _globals['_TIERSTATS']._serialized_end=1058
-  _globals['_TIERSTATS_PAGESENTRY']._serialized_start=915
-  _globals['_TIERSTATS_PAGESENTRY']._serialized_end=959
-  _globals['_TIERSTATS_EVICTIONSENTRY']._serialized_start=961
-  _globals['_TIERSTATS_EVICTIONSENTRY']._serialized_end=1009
-  _globals['_TIERSTATS_FAILURESENTRY']._serialized_start=1011
-  _globals['_TIERSTATS_FAILURESENTRY']._serialized_end=1058
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=1060
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=1158
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=1161
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=1338
-  _globals['_KVSNAPSHOTPART']._serialized_start=1340
-  _globals['_KVSNAPSHOTPART']._serialized_end=1430
-  _globals['_KVEVENTS']._serialized_start=1432
-  _globals['_KVEVENTS']._serialized_end=1488
-  _globals['_KVEVENT']._serialized_start=1491
-  _globals['_KVEVENT']._serialized_end=1678
-  _globals['_KVPAGES']._serialized_start=1680
-  _globals['_KVPAGES']._serialized_end=1762
-  _globals['_KVPAGE']._serialized_start=1764
-  _globals['_KVPAGE']._serialized_end=1851
-  _globals['_KVREMOVED']._serialized_start=1853
-  _globals['_KVREMOVED']._serialized_end=1922
-  _globals['_KVCLEARED']._serialized_start=1924
-  _globals['_KVCLEARED']._serialized_end=1949
+  _globals['_TIERSTATS']._serialized_end=1077
+  _globals['_TIERSTATS_PAGESENTRY']._serialized_start=934
+  _globals['_TIERSTATS_PAGESENTRY']._serialized_end=978
+  _globals['_TIERSTATS_EVICTIONSENTRY']._serialized_start=980
+  _globals['_TIERSTATS_EVICTIONSENTRY']._serialized_end=1028
+  _globals['_TIERSTATS_FAILURESENTRY']._serialized_start=1030
+  _globals['_TIERSTATS_FAILURESENTRY']._serialized_end=1077
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=1079
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=1177
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=1180
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=1357
+  _globals['_KVSNAPSHOTPART']._serialized_start=1359
+  _globals['_KVSNAPSHOTPART']._serialized_end=1449
+  _globals['_KVEVENTS']._serialized_start=1451
+  _globals['_KVEVENTS']._serialized_end=1507
+  _globals['_KVEVENT']._serialized_start=1510
+  _globals['_KVEVENT']._serialized_end=1697
+  _globals['_KVPAGES']._serialized_start=1699
+  _globals['_KVPAGES']._serialized_end=1781
+  _globals['_KVPAGE']._serialized_start=1783
+  _globals['_KVPAGE']._serialized_end=1870
+  _globals['_KVREMOVED']._serialized_start=1872
+  _globals['_KVREMOVED']._serialized_end=1941
+  _globals['_KVCLEARED']._serialized_start=1943
+  _globals['_KVCLEARED']._serialized_end=1968
 # @@protoc_insertion_point(module_scope)

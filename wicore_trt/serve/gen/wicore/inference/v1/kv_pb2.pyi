@@ -53,7 +53,7 @@ class KVStats(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., decisions: _Optional[_Mapping[str, int]] = ..., parked: _Optional[int] = ..., resumed: _Optional[int] = ..., event_sequence: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "pinned_bytes", "pages", "hit_tokens", "read_bytes", "read_time", "write_bytes", "write_time", "evictions", "failures", "queue_depth")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "pinned_bytes", "pages", "hit_tokens", "read_bytes", "read_time", "write_bytes", "write_time", "evictions", "failures", "queue_depth", "raw_bytes")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class TierStats(_message.Message):
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     capacity_bytes: int
     used_bytes: int
@@ -101,7 +102,8 @@ class TierStats(_message.Message):
     evictions: _containers.ScalarMap[str, int]
     failures: _containers.ScalarMap[str, int]
     queue_depth: int
-    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., write_bytes: _Optional[int] = ..., write_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evictions: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., queue_depth: _Optional[int] = ...) -> None: ...
+    raw_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., write_bytes: _Optional[int] = ..., write_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evictions: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., queue_depth: _Optional[int] = ..., raw_bytes: _Optional[int] = ...) -> None: ...
 
 class SubscribeKVEventsRequest(_message.Message):
     __slots__ = ("from_sequence", "epoch", "replica")
