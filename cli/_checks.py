@@ -6,7 +6,7 @@ Standard library only, at import and where possible afterwards. No check talks t
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import mmap
 import os
 import platform
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,8 +32,10 @@ EXTRAS = {
     "gguf": ("gguf",),
     "serve": ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "uvicorn", "starlette", "msgspec"),
 }
-CUDA_LIBRARIES = ("cuda", "cudart", "cublas", "nvrtc")
-PACKAGES = ("wicore-trt", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "grpcio", "protobuf")
+PACKAGES = (
+    *("wicore-trt", "torch", "triton", "tensorrt", "tensorrt-rtx-cu13-bindings", "numpy", "safetensors", "tokenizers"),
+    *("huggingface_hub", "grpcio", "protobuf"),
+)
 
 
 Finding = tuple[str, str, str]
@@ -55,11 +56,9 @@ def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[Do
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),
         ("native kernels", _native_kernels), ("gpu", _check_gpu), ("gpu links", _check_gpu_links),
-        ("cuda libraries", _cuda_libraries),
-        ("tensorrt", _check_tensorrt), ("extras", _check_extras), ("versions", _list_versions),
+        ("extras", _check_extras), ("versions", _list_versions),
         ("disk", lambda: _check_disk(cache_dir)), ("direct I/O", lambda: _direct_io(cache_dir)),
         ("locked memory", _check_memlock), ("hugging face", _hugging_face), ("port", lambda: _check_port(port)),
-        ("clock", _check_clock),
     ]  # fmt: skip
     if engine is not None:
         checks.append(("engine", lambda: _check_engine(engine)))
@@ -178,19 +177,6 @@ def _read_topology(*query: str) -> dict[str, str]:
     return {f"{a}-{b}": cells[a][b] for a in cells for b in cells if a < b and b < len(cells[a])}
 
 
-def _cuda_libraries() -> Finding:
-    have = [name for name in CUDA_LIBRARIES if ctypes.util.find_library(name)]
-    return OK, ", ".join(have) or "none on the library path", ""
-
-
-def _check_tensorrt() -> Finding:
-    from wicore_trt.errors import list_installed
-
-    have = list_installed(("tensorrt", "tensorrt-rtx-cu13-bindings"))
-    found = [f"{package} {version}" for package, version in have.items()]
-    return OK, (found or ["not installed; builds with --backend tensorrt need the extra tensorrt"])[0], ""
-
-
 def _check_extras() -> Finding:
     from wicore_trt.errors import install_command
 
@@ -258,15 +244,6 @@ def _check_port(port: int) -> Finding:
         except OSError as error:
             return WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --grpc-port."
     return OK, f"{port} is free", ""
-
-
-def _check_clock() -> Finding:
-    now = time.time()
-    found = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
-    newest = max((p.stat().st_mtime for p in Path(__file__).parent.glob("*.py")), default=now)
-    if now + 86400 < newest:
-        return WARN, f"{found}, before this program was installed", "Set the clock; TLS needs it."
-    return OK, found, ""
 
 
 def _check_engine(path: Path) -> Finding:

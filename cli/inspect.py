@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -201,7 +198,7 @@ def _format_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def plans_report(engine: EngineDir) -> dict[str, Any] | None:
-    """Report plans, memory and tensors of a compiled engine as plain data, without TensorRT; None without plans. Raises
+    """Report plans and memory of a compiled engine as plain data, without TensorRT; None without plans. Raises
     EngineFormatError for a bad index."""
     import msgspec
 
@@ -212,14 +209,13 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
         return None
     try:
         index = engine.read_json(INDEX)
-        tensors = msgspec.convert(index["tensors"], dict[str, list[TensorSpec]])
+        decode = msgspec.convert(index["tensors"]["decode"], list[TensorSpec])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFormatError(
             f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
         ) from error
     files = engine.manifest.files
     plans = [{"file": name, "bytes": files[name].bytes, **facts} for name, facts in sorted(index["plans"].items())]
-    decode = tensors["decode"]
     weights: dict[tuple[str, ...], int] = {
         t.parts: _count_bytes(t) for t in decode if t.kind == "weight"
     }  # a tied head once
@@ -230,11 +226,7 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
         "slots at most": engine.manifest.compiled["max_batch"],
         "activations": max(plan["activation_bytes"] for plan in plans),
     }
-    return {
-        "plans": plans,
-        "memory": memory,
-        "tensors": {phase: _group_tensors(given) for phase, given in tensors.items()},
-    }
+    return {"plans": plans, "memory": memory}
 
 
 def print_plans(report: dict[str, Any]) -> None:
@@ -254,22 +246,9 @@ def print_plans(report: dict[str, Any]) -> None:
     print_table("plans", ("file", "size", "layers", "kernels", "written as", "activations"), rows)
     memory = [(name, str(v) if name == "slots at most" else human_bytes(v)) for name, v in report["memory"].items()]
     print_table("device memory", ("what", "size"), memory)
-    columns = ("name", "count", "kind", "dtype", "shape")
-    for phase, tensors in report["tensors"].items():
-        cells = [(*(t[key] for key in columns[:-1]), f"[{', '.join(map(str, t['shape']))}]") for t in tensors]
-        print_table(f"inputs and outputs of {phase}", columns, cells)
     for plan in report["plans"]:
         if plan["rearranged_weights"]:
             print(f"{plan['file']} transposes in every step: {', '.join(plan['rearranged_weights'])}")
-
-
-def _group_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-    """Make a row per name without its layer number, kind, dtype and shape."""
-    rows = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", t.name), t.kind, t.dtype, t.shape) for t in tensors)
-    return [
-        {"name": name, "count": count, "kind": kind, "dtype": dtype, "shape": list(shape)}
-        for (name, kind, dtype, shape), count in rows.items()
-    ]
 
 
 def _count_bytes(tensor: TensorSpec) -> int:

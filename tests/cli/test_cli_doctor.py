@@ -30,12 +30,10 @@ def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
         "memory",
         "torch",
         "gpu",
-        "tensorrt",
         "extras",
         "versions",
         "disk",
         "port",
-        "clock",
     ]
     assert set(wanted) <= set(rows)
     for row in rows.values():
@@ -48,7 +46,7 @@ def test_a_broken_check_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def broken() -> checks.Finding:
         raise ValueError("no such file")
 
-    names = [f"_check_{part}" for part in ("python", "cpu", "memory", "torch", "gpu", "memlock", "clock")]
+    names = [f"_check_{part}" for part in ("python", "cpu", "memory", "torch", "gpu", "memlock")]
     names += ["_native_kernels", "_list_versions"]
     count = len(rows_of(tmp_path))
     for name in names:

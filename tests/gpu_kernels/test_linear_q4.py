@@ -15,12 +15,11 @@ from gpu_kernels.ptx import recorded_ptx  # noqa: E402
 from gpu_kernels.targets import targets  # noqa: E402
 
 from benchmarks.gpu.kernels.linear_cases import check_case, draw, pack_case, run_case  # noqa: E402
+from benchmarks.gpu.kernels.tiles_back import unpack_scales, unpack_tiles  # noqa: E402
 from wicore_trt.backends.triton.tiles import (  # noqa: E402
     dequantize_blocks,
     pack_scales,
     pack_tiles,
-    unpack_scales,
-    unpack_tiles,
 )
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import dequantize_spec, linear_spec  # noqa: E402

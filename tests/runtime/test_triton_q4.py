@@ -19,10 +19,10 @@ from runtime.test_triton_executor import MIXED, TOLERANCE, run  # noqa: E402
 from runtime.test_triton_weights import engine_at  # noqa: E402
 from runtime.triton_cpu import CpuDevice, Driver, blocks_of, executor_of, oracle_of, small_model, specs_of  # noqa: E402
 
+from benchmarks.gpu.kernels.tiles_back import unpack_scales, unpack_tiles  # noqa: E402
 from wicore_trt.backends.torch.weights import fuse_weights  # noqa: E402
 from wicore_trt.backends.triton import table as triton_table  # noqa: E402
 from wicore_trt.backends.triton.table import EngineShape  # noqa: E402
-from wicore_trt.backends.triton.tiles import unpack_scales, unpack_tiles  # noqa: E402
 from wicore_trt.backends.triton.weights import load_constants, make_dummy_weights  # noqa: E402
 from wicore_trt.checkpoint.names import weight_minimum_name, weight_scale_name  # noqa: E402
 from wicore_trt.errors import ConfigError  # noqa: E402

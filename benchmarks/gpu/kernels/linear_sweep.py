@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.kernels.tiles_back import unpack_scales, unpack_tiles
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.backends.triton.tiles import dequantize_blocks, unpack_scales, unpack_tiles
+from wicore_trt.backends.triton.tiles import dequantize_blocks
 from wicore_trt.plugins.aot import SHARED_LIMIT, CompiledKernel, compile_kernel
 from wicore_trt.plugins.kernels.linear_specs import dequantize_spec
 from wicore_trt.plugins.layout import Launch

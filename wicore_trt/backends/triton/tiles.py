@@ -1,7 +1,7 @@
-"""4-bit weights in the order in which a GPU's lanes load them, and back: GGUF's bytes, each nibble and scale kept.
+"""4-bit weights in the order in which a GPU's lanes load them: GGUF's bytes, each nibble and scale kept.
 
-Knows tensors and the order of `kernels.linear_q4`; neither files nor layers. Invariant: both directions are inverse to
-each other, bit by bit, and take as many bytes.
+Knows tensors and the order of `kernels.linear_q4`; neither files nor layers. Invariant: packing loses no bit and takes
+as many bytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,9 @@ def pack_tiles(packed: torch.Tensor) -> None:
         part.copy_((low | high << 4).reshape(part.shape))
 
 
-def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
-    """Return what `pack_tiles` made `packed` of."""
-    tiles = packed.view(len(packed) // ROWS, -1, 8, 4, 4, 4)
-    q = torch.stack([tiles & 15, tiles >> 4], dim=-1).permute(0, 4, 2, 1, 3, 6, 5).reshape(len(packed), -1, 2, 16)
-    return (q[:, :, 0] | q[:, :, 1] << 4).reshape(packed.shape)
-
-
 def pack_scales(scales: torch.Tensor) -> None:
     """Reorder float16 [N, K / 32] in place as [tile rows, blocks, 8, 4]."""
     scales.copy_(scales.view(-1, 4, 8, scales.shape[1]).permute(0, 3, 2, 1).reshape(scales.shape))
-
-
-def unpack_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return what `pack_scales` made `scales` of."""
-    return scales.view(len(scales) // ROWS, -1, 8, 4).permute(0, 3, 2, 1).reshape(scales.shape)
 
 
 def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None) -> torch.Tensor:
