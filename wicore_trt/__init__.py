@@ -18,12 +18,20 @@ if TYPE_CHECKING:
         WicoreError,
     )
     from wicore_trt.llm import LLM
-    from wicore_trt.types import CacheHints, Completion, Constraint, ConstraintKind, SamplingParams, TextOutput
+    from wicore_trt.types import (
+        CacheHints,
+        CacheStore,
+        Completion,
+        Constraint,
+        ConstraintKind,
+        SamplingParams,
+        TextOutput,
+    )
 
     __version__: str
 
 __all__ = [
-    "LLM", "CacheHints", "CheckpointError", "Client", "Completion", "ConfigError", "Constraint",
+    "LLM", "CacheHints", "CacheStore", "CheckpointError", "Client", "Completion", "ConfigError", "Constraint",
     "ConstraintKind", "EngineFormatError", "EnvironmentUnfitError", "InvalidRequestError", "SamplingParams",
     "TextOutput", "WicoreError", "__version__", "build_engine", "convert",
 ]  # fmt: skip
@@ -32,7 +40,8 @@ _HOMES = {
     "LLM": "wicore_trt.llm",
     "Client": "wicore_trt.client",
     **dict.fromkeys(
-        ("CacheHints", "Completion", "Constraint", "ConstraintKind", "SamplingParams", "TextOutput"), "wicore_trt.types"
+        ("CacheHints", "CacheStore", "Completion", "Constraint", "ConstraintKind", "SamplingParams", "TextOutput"),
+        "wicore_trt.types",
     ),
     **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "wicore_trt.errors"),
     "build_engine": "wicore_trt.engine.build",

@@ -193,6 +193,7 @@ class Client:
         if cache is not None:
             message.cache.session = cache.session
             message.cache.priority = getattr(kv_pb2, f"CACHE_PRIORITY_{cache.priority.name}")
+            message.cache.store = getattr(kv_pb2, f"CACHE_STORE_{cache.store.name}")
             if cache.ttl_s is not None:
                 message.cache.ttl.FromNanoseconds(round(cache.ttl_s * 1e9))
         return self._ask_server(self._stub.Generate, message, timeout=timeout_s)

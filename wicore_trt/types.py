@@ -166,22 +166,43 @@ class CachePriority(enum.Enum):
     HIGH = "high"
 
 
+class CacheStore(enum.Enum):
+    """Where a request's pages may be kept: in ALL tiers; in DEVICE memory alone; or NEVER for another request."""
+
+    ALL = "all"
+    DEVICE = "device"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheHints:
     """Hints of a client about the future of its pages. `session` names a conversation: its latest request's pages stay
     pinned in host memory and on disk until it is silent for `ttl_s` (default: the server's kv.pin_s), within
     kv.pin_share. `ttl_s`, 0 < ttl_s <= 30 days, also bounds how long this request's pages are kept unused, whatever
-    space there is."""
+    space there is. `store` bounds where they are kept at all. Raises InvalidRequestError for hints that contradict."""
 
     session: str = ""
     priority: CachePriority = CachePriority.NORMAL
     ttl_s: float | None = None
+    store: CacheStore = CacheStore.ALL
 
     def __post_init__(self) -> None:
         check_field(FIELDS["session"], self.session)
         if not isinstance(self.priority, CachePriority):
             raise InvalidRequestError(f"{shown(self.priority)} is no CachePriority.", field="cache.priority")
         check_field(FIELDS["ttl_s"], self.ttl_s)
+        if not isinstance(self.store, CacheStore):
+            raise InvalidRequestError(f"{shown(self.store)} is no CacheStore.", field="cache.store")
+        pinned = self.session or self.priority is CachePriority.HIGH
+        if self.store is not CacheStore.ALL and pinned or self.store is CacheStore.NEVER and self.ttl_s is not None:
+            lacking = "a session, high priority" + (" or ttl" if self.store is CacheStore.NEVER else "")
+            message = f"cache.store {self.store.value!r} keeps no pages for {lacking}: leave out one of both."
+            raise InvalidRequestError(message, field="cache.store")
+
+    @property
+    def stays_on_device(self) -> bool:
+        """True if the pages that the request makes may go to no lower tier under a name that others find."""
+        return self.priority is CachePriority.LOW or self.store is not CacheStore.ALL
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,17 @@ async def test_hints_and_knobs_are_taken(running):
     assert found.json()["usage"]["completion_tokens"] == 5
 
 
+async def test_what_is_not_to_be_stored_is_found_by_nobody(running):
+    prompt, found = "a prompt of several pages that is never stored", []
+    for store in ("never", "never", "device", "all"):
+        answer = await running.completion(prompt=prompt, cache={"store": store})
+        found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found[:3] == [0, 0, 0] and found[3] > 0
+    for cache in ({"store": "disk"}, {"store": "device", "session": "s"}):
+        wrong = await running.completion(prompt="a", cache=cache)
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "cache.store"
+
+
 async def test_both_names_of_the_penalty(running):
     asked = {"temperature": 1, "seed": 7, "max_tokens": 20}
     answers = [

@@ -1,4 +1,4 @@
-"""Preemption with a host tier: pages wait in host memory and come back; nothing is computed twice."""
+"""Preemption with a host tier: pages wait in host memory and come back; no full page is computed twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.schedule.sequence import Sequence
-from wicore_trt.types import FinishReason
+from wicore_trt.types import CacheHints, CachePriority, FinishReason
 
 SEED = int.from_bytes(os.urandom(4), "little")
 
@@ -40,14 +40,14 @@ def twice(stack: Stack) -> int:
     return sum(computed.values()) - stack.needed
 
 
-def fill(stack: Stack, count: int = 4, *, prompt: int = 18, answer: int = 70) -> list[str]:
+def fill(stack: Stack, count: int = 4, *, prompt: int = 18, answer: int = 70, **more: object) -> list[str]:
     """Requests with nothing in common, whose answers have all their tokens; `needed` sums the positions that have to be
     computed."""
     names = []
     stack.needed = 0
     for _ in range(count):
         tokens = stack.tokens(prompt)
-        names.append(stack.add(tokens, answer=answer, whole=True))
+        names.append(stack.add(tokens, answer=answer, whole=True, **more))
         stack.needed += prompt + len(stack.expected[names[-1], 0]) - 1
     return names
 
@@ -67,14 +67,14 @@ def until_parked(stack: Stack) -> Sequence:
 
 @pytest.mark.parametrize("window", [2, 4, 7, 8, 9, 13, 40])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
-def test_nothing_is_computed_twice(window: int, seed: int) -> None:
+def test_no_full_page_is_computed_twice(window: int, seed: int) -> None:
     rng = random.Random(SEED + seed)
     stack = crowded(window=window, seed=SEED + seed)
     fill(stack, 4, prompt=rng.randint(3, 40), answer=70)
     stack.settle(check=True)
     counts = stack.counts()
     assert counts["parked"] >= 1, (SEED, counts)
-    assert twice(stack) == 0 and stack.wrong == 0, SEED
+    assert twice(stack) <= 3 * counts["parked"] and stack.wrong == 0, SEED
     stack.check_idle()
     stack.close()
 
@@ -85,14 +85,15 @@ def test_models_with_one_kind_of_layers(groups: dict[str, int]) -> None:
     stack = Stack(None, seed=SEED, shape=shape, host_slots=400)
     fill(stack)
     stack.settle(check=True)
-    assert stack.counts()["parked"] >= 1 and twice(stack) == 0 and stack.wrong == 0, SEED
+    assert twice(stack) <= 3 * stack.counts()["parked"] and stack.counts()["parked"] >= 1 and stack.wrong == 0, SEED
     stack.check_idle()
     stack.close()
 
 
 @pytest.mark.parametrize("tokens", range(4))
-def test_the_partly_filled_last_page_comes_back(tokens: int) -> None:
-    """Parked with 0..3 tokens in the last page: by hand, at every place in a page."""
+def test_the_tokens_of_a_partly_filled_page_are_computed_again(tokens: int) -> None:
+    """Parked with 0..3 tokens in the last page: by hand, at every place in a page. Full pages alone leave the device:
+    the rest of that one holds bytes of whoever had its slot before."""
     stack = crowded()
     fill(stack, 1, prompt=21, answer=30)
     while not stack.core.scheduler.running or stack.core.scheduler.running[0].computed < 36 + tokens:
@@ -100,10 +101,10 @@ def test_the_partly_filled_last_page_comes_back(tokens: int) -> None:
     victim = stack.core.scheduler.running[0]
     assert victim.computed == 36 + tokens
     stack.core.scheduler._preempt_sequence(victim, type(stack.core.scheduler.schedule_step())())
-    assert victim.pages.parked.tokens == 36 + tokens
+    assert victim.pages.parked.tokens == 36
     stack.forget_device()
     stack.settle(check=True)
-    assert twice(stack) == 0 and stack.wrong == 0
+    assert twice(stack) == tokens and stack.wrong == 0
     stack.check_idle()
     stack.close()
 
@@ -240,7 +241,7 @@ def test_events_tell_nothing_of_pages_that_one_sequence_alone_can_use() -> None:
         removed.append((tier, (group, key), cause)), leave(tier, group, key, cause),
     )  # fmt: skip
     stack.tiers.movers.announce = log.append_stored
-    fill(stack)
+    fill(stack, cache=CacheHints(priority=CachePriority.LOW))
     waits = until_parked(stack).pages.parked
     private = {waits.pages[group][i].name for group, i in waits.private}
     assert private

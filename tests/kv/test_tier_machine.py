@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.types import CacheHints, CachePriority
+from wicore_trt.types import CacheHints, CachePriority, CacheStore
 
 OPERATIONS: Counter[str] = Counter()
 """Rules that ran, by name, over all examples of this process."""
@@ -29,7 +29,7 @@ HINTS = st.builds(
     session=st.sampled_from(["", "", "s", "t"]),
     priority=st.sampled_from(list(CachePriority)),
     ttl_s=st.sampled_from([None, None, 0.5, 20.0]),
-)
+) | st.builds(CacheHints, store=st.sampled_from([CacheStore.DEVICE, CacheStore.NEVER]))
 
 
 class TierMachine(RuleBasedStateMachine):

@@ -16,7 +16,7 @@ from fault_injection import Fault
 from oracle.model import DIGEST, IMAGES, VOCAB, Model, answer, image_tokens, seed_of, whole_images
 from oracle.world import Speeds
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.types import CacheHints, CachePriority, SamplingParams
+from wicore_trt.types import CacheHints, CachePriority, CacheStore, SamplingParams
 
 PAGE_BYTES = 4096
 
@@ -264,10 +264,13 @@ class Planner:
             values["salt"] = rng.choice(("", "", "a", "b"))
             values["tenant"] = rng.choice(("", "", "x", "y"))
         if self.hinted and rng.random() < 0.5:
-            values["hints"] = CacheHints(
-                session=rng.choice(("", "s", "t")),
-                priority=rng.choice(tuple(CachePriority)),
-                ttl_s=some(rng, (0.5, None), (0.5, power(rng, -2, 1))),
+            ttl_s = some(rng, (0.5, None), (0.5, power(rng, -2, 1)))
+            values["hints"] = rng.choice(
+                (
+                    CacheHints(rng.choice(("", "s", "t")), rng.choice(tuple(CachePriority)), ttl_s),
+                    CacheHints(store=CacheStore.NEVER),
+                    CacheHints(ttl_s=ttl_s, store=CacheStore.DEVICE),
+                )
             )
         if self.picky:
             values["priority"] = some(rng, (0.8, 0), (0.2, rng.randint(-2, 2)))

@@ -21,7 +21,7 @@ from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import kv_pb2
-from wicore_trt.types import CacheHints, CachePriority, KVStats, TierStats
+from wicore_trt.types import CacheHints, CachePriority, CacheStore, KVStats, TierStats
 
 DAY_S = 86_400
 
@@ -53,6 +53,8 @@ async def test_hints_arrive_at_the_engine_and_unset_ones_are_the_defaults_of_the
         (kv_pb2.CacheHints(priority=low), CacheHints(priority=CachePriority.LOW)),
         (kv_pb2.CacheHints(session="ü" * 256, priority=high, ttl=Duration(seconds=2, nanos=500_000_000)),
          CacheHints("ü" * 256, CachePriority.HIGH, 2.5)),
+        (kv_pb2.CacheHints(store=kv_pb2.CACHE_STORE_ALL), CacheHints()),
+        (kv_pb2.CacheHints(store=kv_pb2.CACHE_STORE_NEVER), CacheHints(store=CacheStore.NEVER)),
         (kv_pb2.CacheHints(session="a", ttl=Duration(seconds=30 * DAY_S)), CacheHints("a", ttl_s=30.0 * DAY_S)),
     ]  # fmt: skip
     async with serving(engine) as running:
@@ -68,6 +70,8 @@ async def test_hints_arrive_at_the_engine_and_unset_ones_are_the_defaults_of_the
         ("cache.session", kv_pb2.CacheHints(session="s" * 257)),
         ("cache.priority", kv_pb2.CacheHints(priority=4)),
         ("cache.priority", kv_pb2.CacheHints(priority=-1)),
+        ("cache.store", kv_pb2.CacheHints(store=4)),
+        ("cache.store", kv_pb2.CacheHints(store=kv_pb2.CACHE_STORE_DEVICE, session="s")),
         ("cache.ttl", kv_pb2.CacheHints(ttl=Duration())),
         ("cache.ttl", kv_pb2.CacheHints(ttl=Duration(seconds=-5))),
         ("cache.ttl", kv_pb2.CacheHints(ttl=Duration(nanos=2 * 10**9))),

@@ -8,6 +8,7 @@ that raises fails only the sequences that fail alone (I17); no page is given bac
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, load_of
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenLogprob, TokenOutput, Usage
+from wicore_trt.types import CacheStore, EngineStats, FinishReason, GenerateRequest, TokenLogprob, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class EngineCore(Core):
         names = self.scheduler.manager.chain.derive_names(request.tenant, request.cache_salt)
         content, page_tokens = request.content, self.scheduler.manager.page_tokens
         marks, barred = mark_content(content, page_tokens), bar_pages(content, page_tokens)
+        own = secrets.token_bytes(16) if request.cache.store is CacheStore.NEVER else b""  # nobody else finds features
         sequences, matchers = list[Sequence](), list[Matcher]()
         if params.constraint is not None:
             assert self._grammars is not None, "a constraint was let in"
@@ -149,7 +151,7 @@ class EngineCore(Core):
                 tokens=list(request.prompt_token_ids), arrival=arrival,
                 pages=SequencePages(names, request.cache, marks, barred), stop_ids=stop_ids,
                 longest=min(self.max_context, len(request.prompt_token_ids) + most),
-                images=list_images(content, names.scope),
+                images=list_images(content, names.scope + own),
             )  # fmt: skip
             self._next_id += 1
             sequences.append(sequence)

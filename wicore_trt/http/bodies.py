@@ -123,6 +123,8 @@ class Cache(BaseModel):
     """How the pages compete for the cache."""
     ttl_s: float | None = None
     """Seconds that the pages are kept at most after their last use."""
+    store: Annotated[str, Field(json_schema_extra={"enum": ["all", "device", "never"]})] | None = None
+    """Where the pages may be kept: in all tiers, in GPU memory alone, or nowhere once the request has ended."""
 
 
 Stops = Annotated[Texts, Field(max_length=FIELDS["stop"].most)]

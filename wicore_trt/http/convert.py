@@ -23,6 +23,7 @@ from wicore_trt.text.tools import AUTO, NONE, REQUIRED, Tools, make_function, ma
 from wicore_trt.types import (
     CacheHints,
     CachePriority,
+    CacheStore,
     Constraint,
     ConstraintKind,
     ImageFile,
@@ -165,13 +166,17 @@ def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
         priority = CachePriority(cache.priority or "normal")
     except ValueError:
         raise InvalidRequestError("cache.priority is low, normal or high.", field="cache.priority") from None
+    try:
+        store = CacheStore(cache.store or "all")
+    except ValueError:
+        raise InvalidRequestError("cache.store is all, device or never.", field="cache.store") from None
     return {
         "request_id": uuid.uuid4().hex,
         "tenant": tenant,
         "timeout_s": body.timeout,
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
-        "cache": CacheHints(cache.session or "", priority, cache.ttl_s),
+        "cache": CacheHints(cache.session or "", priority, cache.ttl_s, store),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
     }
 

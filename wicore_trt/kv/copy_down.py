@@ -30,7 +30,8 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 class CopyDown:
     """Copies from `pools` to `tiers`; without tiers it does nothing. `due` are the pages, by group and slot, whose
     copies have not begun. They begin beside a step, when the device is busy. `unsaved` are the slots, by group, of
-    published pages that no lower tier was given."""
+    published pages that no lower tier was given; `kept` of them, not in `unsaved`, are made by requests whose pages
+    stay on the device, and used by no other."""
 
     def __init__(self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy) -> None:
         self.due: dict[tuple[str, int], None] = {}
@@ -38,6 +39,7 @@ class CopyDown:
         self._tiers = tiers
         self._policy = policy
         self.unsaved: dict[str, set[int]] = {group: set() for group in pools}
+        self.kept: dict[str, set[int]] = {group: set() for group in pools}
         if tiers is not None:
             tiers.store_again = self._copy_raw
 
@@ -47,6 +49,12 @@ class CopyDown:
             pool = self._pools[group]
             if pool.page_of[slot] is not None and pool.trusted[slot]:
                 self.due[group, slot] = None
+
+    def release_kept(self, group: str, slot: int) -> None:
+        """Let a page go down that a request uses whose pages may: it is in that request's prompt, too."""
+        if slot in self.kept[group]:
+            self.kept[group].remove(slot)
+            self.unsaved[group].add(slot)
 
     def copy_evicted(self, group: str, page: Page, slot: int) -> None:
         """Copy a cached page that is about to lose its slot, if it is due or the policy left it to this moment."""
@@ -58,6 +66,7 @@ class CopyDown:
     def forget_slot(self, group: str, slot: int) -> None:
         """Note that a slot holds no published page any more, or that its copy begins."""
         self.unsaved[group].discard(slot)
+        self.kept[group].discard(slot)
         self.due.pop((group, slot), None)
 
     def begin_copies(self, tokens: int = 0, *, all_due: bool = False) -> None:
@@ -91,6 +100,7 @@ class CopyDown:
     def check_integrity(self) -> None:
         for group, slots in self.unsaved.items():
             assert all(self._pools[group].page_of[slot] is not None for slot in slots), "an unsaved slot has no page"
+            assert slots.isdisjoint(self.kept[group]), "a page that stays on the device may go down"
         for group, slot in self.due:
             pool = self._pools[group]
             assert pool.page_of[slot] is not None and pool.trusted[slot], "a page is due that must not go (I3)"

@@ -28,7 +28,7 @@ from wicore_trt.kv.slabs import Slabs
 from wicore_trt.kv.tiers.retention import Retention
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.types import CachePriority
+from wicore_trt.types import CacheStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +210,13 @@ class KVCacheManager:
             or (self.tiers is not None and any(self.tiers.is_writing(group, key) for group in self.pools))
         )
 
+    def _shares_pages(self, pages: SequencePages) -> bool:
+        """Say whether others may find the pages that a sequence makes."""
+        return self._prefix_cache and pages.hints.store is not CacheStore.NEVER
+
     def announce_pages(self, pages: SequencePages) -> None:
         """Announce that a sequence computes its unpublished prompt pages, so that equal requests wait for them."""
-        for key in pages.keys[pages.published :]:
+        for key in pages.keys[pages.published :] if self._shares_pages(pages) else ():
             self._computing.setdefault(key, pages)
 
     def expect_pages(self, keys: Iterable[bytes]) -> None:
@@ -269,7 +273,7 @@ class KVCacheManager:
         if finite:
             pages.failures = self.failures
         # after another sequence's failed step, these pages may derive from a page condemned then
-        if full > pages.published and self._prefix_cache and pages.failures == self.failures:
+        if full > pages.published and self._shares_pages(pages) and pages.failures == self.failures:
             pages.name_pages(tokens)
             # without local pages that slide out now
             gone = self._windows.unwanted_pages(pages.published, full, pages.resume_points)
@@ -294,29 +298,30 @@ class KVCacheManager:
         """Publish full pages that no other slot holds; `saved` if a lower tier has them. Raises UnwrittenPageError."""
         table, pool = pages.tables[group], self.pools[group]
         found = pool.publish_slots([table[i] for i in places], pages.make_pages(group, places))
-        if self.tiers is not None and not saved and pages.hints.priority is not CachePriority.LOW:
-            self.copies.unsaved[group].update(found)
+        if self.tiers is not None and not saved:
+            (self.copies.kept if pages.hints.stays_on_device else self.copies.unsaved)[group].update(found)
         self.events.append_stored("device", *found.values())
 
     def _trust_pages(self, pages: SequencePages) -> None:
         """Trust the pages of a sequence that a step with finite logits has read: they may be copied down."""
-        low = pages.hints.priority is CachePriority.LOW
+        stays = pages.hints.stays_on_device
         for group, pool in self.pools.items():
             table = pages.tables[group]
             for i in range(pages.trusted, pages.published):
                 slot = table[i]
-                if slot < 0 or not pool.trust_page(slot) or low:
+                if slot < 0 or not pool.trust_page(slot) or stays:
                     continue
                 if i < pages.attached:
+                    self.copies.release_kept(group, slot)
                     self.copies.request_copy(group, slot, "selective")
-                elif group == self.chain_group and slot in self.copies.unsaved[group]:
+                if group == self.chain_group and slot in self.copies.unsaved[group]:
                     self.copies.request_copy(group, slot, "through")
         durable = self._windows.pages_before(pages.resume_points) if pages.left else ()
         for i, slot in pages.left.items():
             page = self.pools[LOCAL].page_of[slot]
             if page is not None and page.key == pages.keys[i]:
                 self.pools[LOCAL].trust_page(slot)
-                if not low and i in durable:
+                if not stays and i in durable:
                     self.copies.request_copy(LOCAL, slot, "through")
         pages.left.clear()
         pages.trusted = pages.published
@@ -350,7 +355,7 @@ class KVCacheManager:
             if i < pages.published:
                 if not pool.trusted[slot]:
                     pages.left[i] = slot
-                elif i in durable and pages.hints.priority is not CachePriority.LOW:
+                elif i in durable and not pages.hints.stays_on_device:
                     self.copies.request_copy(LOCAL, slot, "through")
             # spare, as few requests start at a checkpoint: those windows must not crowd out the windows at ends
             self._release_slots(LOCAL, [slot], keep=True, spare=i not in durable)
@@ -416,7 +421,7 @@ class KVCacheManager:
         # Windows of earlier turns are behind us, except where other conversations branch off.
         ends = set(map(pages.find_start, (pages.published, (prompt_tokens - 1) // self.page_tokens)))
         self.memory.spare_windows(keys, self._windows.pages_before(ends))
-        if self.tiers is None or pages.hints.priority is CachePriority.LOW:
+        if self.tiers is None or pages.hints.stays_on_device:
             return
         for i in range(pages.first_local, min(pages.published, len(pages.tables[LOCAL]))):
             self.copies.request_copy(LOCAL, pages.tables[LOCAL][i], "through")

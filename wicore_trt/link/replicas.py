@@ -17,7 +17,7 @@ from wicore_trt.core.port import Change, EnginePort, Position, Sink
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.link.routing import PrefixMemory, choose_replica, weigh_load
-from wicore_trt.types import EngineStats, GenerateRequest, TextRequest, TokenOutput
+from wicore_trt.types import CacheStore, EngineStats, GenerateRequest, TextRequest, TokenOutput
 
 _SAME = frozenset({"uptime_s", "page_bytes"})
 """Figures of which the largest one stands for all."""
@@ -75,7 +75,8 @@ class Replicas(EnginePort):
         """Hand the request over to the replica that was chosen for it just now."""
         (chosen, names, tokens), key = self._chosen, request.request_key
         assert self._memory is not None and self.part_of(key) is self._engines[chosen]
-        self._memory.note_prompt(names, chosen)
+        if request.cache.store is not CacheStore.NEVER:
+            self._memory.note_prompt(names, chosen)
         self.computing[key] = tokens
         self.tokens[chosen] += tokens
         try:

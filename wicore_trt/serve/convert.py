@@ -30,6 +30,7 @@ from wicore_trt.text.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tools, make_f
 from wicore_trt.types import (
     CacheHints,
     CachePriority,
+    CacheStore,
     Constraint,
     ConstraintKind,
     EngineStats,
@@ -55,6 +56,9 @@ _CHOICES = {
 _FINISH = {reason: getattr(pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
     getattr(kv_pb2, f"CACHE_PRIORITY_{priority.name}"): priority for priority in CachePriority
+}
+_STORE = {kv_pb2.CACHE_STORE_UNSPECIFIED: CacheStore.ALL} | {
+    getattr(kv_pb2, f"CACHE_STORE_{store.name}"): store for store in CacheStore
 }
 
 
@@ -127,8 +131,10 @@ def read_cache_hints(message: kv_pb2.CacheHints) -> CacheHints:
     """Convert cache hints. Raises InvalidRequestError for values out of range."""
     if message.priority not in _PRIORITY:
         raise InvalidRequestError(f"{message.priority} is no CachePriority.", field="cache.priority")
+    if message.store not in _STORE:
+        raise InvalidRequestError(f"{message.store} is no CacheStore.", field="cache.store")
     ttl_s = read_positive_seconds(message.ttl, "cache.ttl") if message.HasField("ttl") else None
-    return CacheHints(message.session, _PRIORITY[message.priority], ttl_s)
+    return CacheHints(message.session, _PRIORITY[message.priority], ttl_s, _STORE[message.store])
 
 
 def make_duration(seconds: float) -> Duration:

@@ -23,7 +23,7 @@ from wicore_trt.engine.manifest import rebuild_engine
 from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, InvalidRequestError, WicoreError
 from wicore_trt.files import UntrustedFiles
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput, Usage
+from wicore_trt.types import CacheStore, FinishReason, GenerateRequest, SamplingParams, TokenOutput, Usage
 
 if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
@@ -199,6 +199,8 @@ def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
         raise InvalidRequestError(f"constraint: {other}", field="constraint", fix="Leave it out.")
     if params.logit_bias:
         raise InvalidRequestError(f"logit_bias: {other}", field="logit_bias", fix="Leave it out.")
+    if request.cache.store is not CacheStore.ALL:  # its block manager decides where blocks go
+        raise InvalidRequestError(f"cache.store: {other}", field="cache.store", fix="Leave it out.")
     if params.min_tokens and len(stop_ids) > 1:  # it holds back one stop token only
         raise InvalidRequestError(f"min_tokens with several stop tokens: {other}", field="min_tokens")
 

@@ -1,7 +1,8 @@
 """Parking: the pages of a preempted sequence wait in host memory until it has slots again.
 
-It must not know steps or queues. Invariant: the host copies of a parked sequence are held from `park_sequence` until
-they are released, and others find none that only this sequence can use.
+It must not know steps or queues. Invariants: the host copies of a parked sequence are held from `park_sequence` until
+they are released, and others find none that only this sequence can use; full pages alone leave the device, since behind
+the tokens of others lie bytes of whoever had the slot before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from wicore_trt.kv.sequence_pages import ParkedPages, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.types import CachePriority
+from wicore_trt.types import CachePriority, CacheStore
 
 
 class Parking:
@@ -26,15 +27,20 @@ class Parking:
         self._tiers = tiers
 
     def park_sequence(self, pages: SequencePages, computed: int) -> bool:
-        """Keep the pages of a sequence to be preempted in host memory. False, and no change, unless all fit."""
+        """Keep the full pages of a sequence to be preempted in host memory. False, and no change, unless there are any,
+        all fit, and they may leave the device."""
         manager, size = self._manager, self._manager.page_tokens
-        parked = ParkedPages(computed)
-        trusted, secret = min(pages.trusted, computed // size), secrets.token_bytes(24)
+        full = pages.find_start(computed // size)
+        if not full or manager.first_visible_page(full * size) < pages.first_local:
+            return False
+        if pages.hints.store is not CacheStore.ALL:
+            return False
+        parked = ParkedPages(full * size)
+        trusted, secret = min(pages.trusted, full), secrets.token_bytes(24)
         low = pages.hints.priority is CachePriority.LOW  # its pages go to no tier under a name that others find
         for group, pool in manager.pools.items():
             held = parked.pages[group] = {}
-            first = manager.first_visible_page(computed) if group == LOCAL else 0
-            for i in range(first, manager.count_pages(computed)):
+            for i in range(manager.first_visible_page(parked.tokens) if group == LOCAL else 0, full):
                 slot = pages.tables[group][i]
                 if i < trusted and pool.page_of[slot] is not None and not low:
                     held[i] = pages.make_page(group, i)
@@ -49,7 +55,7 @@ class Parking:
             parked.copies = []
             self.release_parked(pages)
             return False
-        parked.expected = pages.keys[: computed // size]
+        parked.expected = pages.keys[:full]
         manager.expect_pages(parked.expected)
         self.parked += 1
         return True
@@ -69,12 +75,11 @@ class Parking:
         """Begin to load a parked sequence to the device. False, and no change, when there is no room."""
         parked, manager = pages.parked, self._manager
         assert parked is not None
-        full = parked.tokens // manager.page_tokens
         slots: dict[str, dict[int, int]] = {}
         items: list[LoadItem] = []
         here: dict[str, list[int]] = {}
         for group, pool in manager.pools.items():
-            held = {i: s for i in parked.pages[group] if i < full and (s := pool.find_slot(pages.keys[i])) is not None}
+            held = {i: s for i in parked.pages[group] if (s := pool.find_slot(pages.keys[i])) is not None}
             pool.acquire_slots(held.values())
             slots[group] = held
             here[group] = list(held)

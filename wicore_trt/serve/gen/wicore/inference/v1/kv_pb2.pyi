@@ -16,20 +16,33 @@ class CachePriority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_PRIORITY_LOW: _ClassVar[CachePriority]
     CACHE_PRIORITY_NORMAL: _ClassVar[CachePriority]
     CACHE_PRIORITY_HIGH: _ClassVar[CachePriority]
+
+class CacheStore(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_STORE_UNSPECIFIED: _ClassVar[CacheStore]
+    CACHE_STORE_ALL: _ClassVar[CacheStore]
+    CACHE_STORE_DEVICE: _ClassVar[CacheStore]
+    CACHE_STORE_NEVER: _ClassVar[CacheStore]
 CACHE_PRIORITY_UNSPECIFIED: CachePriority
 CACHE_PRIORITY_LOW: CachePriority
 CACHE_PRIORITY_NORMAL: CachePriority
 CACHE_PRIORITY_HIGH: CachePriority
+CACHE_STORE_UNSPECIFIED: CacheStore
+CACHE_STORE_ALL: CacheStore
+CACHE_STORE_DEVICE: CacheStore
+CACHE_STORE_NEVER: CacheStore
 
 class CacheHints(_message.Message):
-    __slots__ = ("session", "priority", "ttl")
+    __slots__ = ("session", "priority", "ttl", "store")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     session: str
     priority: CachePriority
     ttl: _duration_pb2.Duration
-    def __init__(self, session: _Optional[str] = ..., priority: _Optional[_Union[CachePriority, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    store: CacheStore
+    def __init__(self, session: _Optional[str] = ..., priority: _Optional[_Union[CachePriority, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., store: _Optional[_Union[CacheStore, str]] = ...) -> None: ...
 
 class KVStats(_message.Message):
     __slots__ = ("tiers", "decisions", "parked", "resumed", "event_sequence")
