@@ -54,6 +54,7 @@ ARMS = {  # name: device, host, disk in GiB
     "device 16 GiB, host 56 GiB": (16, 56, 0),
     "device 16 GiB, host 16 GiB, disk 56 GiB": (16, 16, 56),
     "device 16 GiB, nothing cached": (16, 0, 0),
+    "device 16 GiB, host 40 GiB": (16, 40, 0),
 }
 ORDERS = ("random", "round-robin", "zipf")
 PREFIXES = (4096, 8192, 32768, 130_000)
@@ -271,10 +272,10 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     found["engine thread, CPU s"] = time.thread_time() - cpu
 
 
-def sessions(path: Path, arm: str, order: str, disk: Path) -> tuple[float, list[Turned], dict[str, Any]]:
+def sessions(path: Path, arm: str, order: str, disk: Path, **flags: Any) -> tuple[float, list[Turned], dict[str, Any]]:
     """(seconds until ready, rounds, decisions of the planner and what the tiers moved)."""
     device, host, on_disk = ARMS[arm]
-    flags: dict[str, Any] = {"kv__host_bytes": host * GIB} if host else {}
+    flags |= {"kv__host_bytes": host * GIB} if host else {}
     if arm.endswith("nothing cached"):
         flags["kv__prefix_cache"] = False
     if on_disk:
@@ -298,6 +299,7 @@ def traffic(tier: TierStats) -> dict[str, Any]:
     moved = {"read": (tier.read_bytes, tier.read_seconds), "write": (tier.write_bytes, tier.write_seconds)}
     found = {f"{way}_gb": round(count / 1e9, 1) for way, (count, _) in moved.items()}
     found |= {f"{way}_gb_per_s": round(count / s / 1e9, 1) for way, (count, s) in moved.items() if s}
+    found |= {"used_gb": round(tier.used_bytes / 1e9, 1), "raw_gb": round(tier.raw_bytes / 1e9, 1)}
     return found | {"evictions": dict(tier.evictions), "failures": dict(tier.failures)}
 
 
@@ -418,6 +420,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
     parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
     parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
+    parser.add_argument("--compression", default="none", help="of the tiers, for sessions and prefix: none, lossless")
     parser.add_argument("--repeat", type=int, default=1, help="how often the rounds of reuse-free run")
     parser.add_argument("--engines", type=Path, help="made by `benchmarks.gpu.run prebuild`; others are built now")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
@@ -451,12 +454,13 @@ def main(argv: list[str] | None = None) -> int:
             document["skipped"].append(f"{what}: {why}")
             return False
 
+        flags = {"kv__compression": args.compression}
         for kv in args.kv_dtypes.split(","):
             path, _ = engines.engine(CONFIGS["fp8kv" if kv == "fp8" else "fp8"])
             if "prefix" in args.only and ready(f"prefix, KV {kv}"):
                 lengths = [int(n) for n in args.prefixes.split(",")]
                 with tempfile.TemporaryDirectory(dir=disk) as kept:
-                    document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, Path(kept), {})]
+                    document["prefix"] += [{"kv": kv, **row} for row in prefix(path, lengths, Path(kept), flags)]
             if "decode" in args.only and ready(f"decode, KV {kv}"):
                 document["decode"] += decode(path, DECODE, kv, rates.copy_bytes_per_s, min(POOL_GIB, int(room)))
             if "masses" in args.only and ready(f"masses, KV {kv}"):
@@ -469,7 +473,7 @@ def main(argv: list[str] | None = None) -> int:
                 if "sessions" in args.only and kv == "auto" and ready(f"sessions {arm}, {order}", ARMS[arm][0]):
                     name = f"{arm}, {order}"
                     with tempfile.TemporaryDirectory(dir=disk) as kept:
-                        seconds, rows, decisions = sessions(path, arm, order, Path(kept))
+                        seconds, rows, decisions = sessions(path, arm, order, Path(kept), **flags)
                     document["ready_s"][name], document["decisions"][name] = seconds, decisions
                     document["sessions"] += [asdict(row) for row in rows]
         for name in args.peer_runs.split(",") if args.vllm_site and args.peer_scripts else ():

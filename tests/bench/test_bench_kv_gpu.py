@@ -15,7 +15,7 @@ def test_arms_that_the_gpu_has_no_room_for_are_skipped_and_said(monkeypatch, tmp
     """80 GiB of pages on a GPU of 80 GB."""
     asked, given = [], {}
 
-    def sessions(path, arm, order, disk):
+    def sessions(path, arm, order, disk, **flags):
         asked.append(arm)
         return 1.0, [on_gpu.Turned(arm, order, 0, 1.0, 48.0, 0.1, 0.2, 0.0)], {}
 

@@ -1,6 +1,6 @@
 """Real weights through every tier while memory, disk and link lie: tokens and log-probabilities as without tiers.
 
-    python -m tests.real_weights ENGINE [--faults 10000] [--seed S] [--device cuda|cpu] [--unchecked]
+    python -m tests.real_weights ENGINE [--faults 10000] [--seed S] [--device cuda|cpu] [--coded] [--unchecked]
 
 One engine without a cache computes conversations; a second one of little device memory, with host memory and a disk,
 serves their turns in any order, several at a time, while pages are torn, lost, swapped and changed on the link in both
@@ -8,8 +8,9 @@ directions, bits flip in host memory, disk operations lie, and files are damaged
 batches, so that every bit of every log-probability has to be the same. It must not know how a page is checked.
 Invariant: a page that was changed is counted as found when it was given up for that, as unread when it left for another
 reason, and as believed when it was served; believed ones and wrong answers end with exit code 1. A bit that flips while
-its page is being read may come too late to matter. On a CPU a thread stands for the link. `--unchecked` takes the
-device's comparison away, and has to find wrong answers.
+its page is being read may come too late to matter. On a CPU a thread stands for the link. `--coded` keeps pages coded
+(bfloat16 KV); on a CPU one of UNFIT_SHARE has no code. `--unchecked` takes the device's comparison away, and has to
+find wrong answers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from unittest import mock
 
 from disk_damage import Damage, Vandal
 from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
-from lanes import Digests, Event
+from lanes import Coder, Digests, Event
 from late_device import Device
 
 from wicore_trt.backends.torch import executor as torch_executor
@@ -45,6 +46,8 @@ from wicore_trt.kv.tiers.host import HostTier, Movers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import Store, TierCopy, Upload
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.plugins.code_layout import PageCode, find_code
+from wicore_trt.plugins.layout import PoolShape
 from wicore_trt.runtime import page_copier
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
@@ -60,7 +63,7 @@ DISK = {
 DAMAGE = (Damage.FLIP_SLAB_BIT, Damage.TRUNCATE, Damage.SWAP_SLOTS, Damage.COPY_SLOT, Damage.TEAR_SLOT)
 LIES = ("flipped", "torn", "lost", "swapped", "another page")
 REQUESTS_OF_A_RUN = 150
-IN_USE = ", in use"
+IN_USE, UNFIT_SHARE = ", in use", 12
 FLIPS = 3
 
 
@@ -235,7 +238,7 @@ class LyingLane:
                 continue
             (move,) = uploads
             by_slot = {slot: copy for copy in move.copies for slot in copy.slots}
-            for address, parts in zip(copies.addresses, copies.parts, strict=True):
+            for address, parts in zip(copies.staged or copies.addresses, copies.parts, strict=True):
                 page = coming_page(move, by_slot[self._ledger.slot(page_copier.host_address(parts[0]))])
                 for part in parts:
                     found[address] = page
@@ -255,11 +258,30 @@ class Compute:
         event.synchronize()
 
 
+class PickyCoder(Coder):
+    """Has no code for some pages."""
+
+    def encode_one(self, code: PageCode, page: memoryview, coded: memoryview) -> bytes:
+        seal = super().encode_one(code, page, coded)
+        if seal[0] % UNFIT_SHARE == 0:
+            coded[12:16] = b"\xff" * 4
+        return seal
+
+
 def linked_copier(pools: Any, page_tokens: int, _stream: int, *, overlapping: Any) -> Any:
-    """A link to a CPU's own pools, which copies late and computes digests."""
+    """A link to a CPU's own pools, which copies late and computes digests; and codes pages, if it can."""
+    codes = dict[str, PageCode]()
+    for group, pool in pools.items():
+        _, layers, _, tokens, heads, dim = pool.shape
+        if (
+            code := find_code(PoolShape(layers, tokens, heads, dim, str(pool.dtype).removeprefix("torch.")))
+        ) is not None:
+            codes[group] = code
     link, digest = Device(random.Random(0)), page_copier.new_digest(pools)
     lanes, digests = (Compute(), *link.streams[1:]), Digests(digest)
-    return page_copier.StreamPageCopier(pools, page_tokens, lanes, link, overlapping, digests, digest)
+    return page_copier.StreamPageCopier(
+        pools, page_tokens, lanes, link, overlapping, digests, digest, coder=PickyCoder(codes, 8) if codes else None
+    )  # fmt: skip
 
 
 @contextmanager
@@ -398,7 +420,7 @@ def flip_in_host(ledger: Ledger, host: HostTier) -> None:
     rng, found = ledger.rng, list(copies(host.index))
     for copy in rng.sample(found, min(FLIPS, len(found))):
         number = rng.randrange(len(copy.slots))
-        slot, used = copy.slots[number], host.page_bytes[copy.page.group] - number * host.slot_bytes
+        slot, used = copy.slots[number], host.bytes_of(copy) - number * host.slot_bytes
         if slot not in ledger.host:
             part = host.cut_slots(copy.slots)[number][:used]
             flip_bit([part], rng.randrange(len(part) * 8))
@@ -421,6 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--disk", type=Path, help="where the disk tier lies; default: a temporary folder")
     parser.add_argument("--limit-s", type=float, default=1e9)
+    parser.add_argument("--coded", action="store_true")
     parser.add_argument("--unchecked", action="store_true")
     args = parser.parse_args(argv)
     ledger, begun = Ledger(args.seed), time.monotonic()
@@ -459,6 +482,7 @@ def one_run(
     engine = Engine(
         args.engine, args.device, shape, kv__device_bytes=shape.device, kv__host_bytes=shape.host,
         kv__disk_path=str(disk), kv__disk_bytes=shape.disk, kv__disk_free_bytes=0,
+        kv__compression="lossless" if args.coded else "none",
     )  # fmt: skip
     tiers = engine.core.scheduler.manager.tiers
     assert tiers is not None

@@ -36,5 +36,15 @@ def test_no_fault_is_believed(engine: Path, capsys: pytest.CaptureFixture[str]) 
         assert way in said, said
 
 
+def test_no_fault_is_believed_where_pages_are_coded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_tiny_source(tmp_path / "source", head_dim=128)
+    built = build_engine(source, tmp_path / "engine", dtype="float32", kv_dtype="bfloat16", page_tokens=16)
+    status = campaign.main([str(built.path), *OPTIONS, "--coded"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    for way in ("found host bit", "found coming", "disk: corrupt", "host: unfit"):
+        assert way in said, said
+
+
 def test_without_the_check_answers_are_wrong(engine: Path) -> None:
     assert campaign.main([str(engine), *OPTIONS, "--unchecked"]) == 0
