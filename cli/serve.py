@@ -6,6 +6,7 @@ Invariant: standard output carries two lines, `ready on ADDRESS` and `HTTP on UR
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 from functools import partial
@@ -17,6 +18,8 @@ import typer
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.cli._vllm import ServeCommand
 from wicore_trt.errors import EngineFormatError, check_extras
+
+logger = logging.getLogger(__name__)
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
@@ -174,10 +177,14 @@ def run_server(loaded: Any, reread: Any) -> int:
         manifest = open_engine(Path(settings.engine), verify=False).manifest
         longest, each = manifest.max_context, manifest.tp_size
         max_context = min(settings.scheduler.max_context or longest, longest)
-    if settings.server.replicas > 1 and settings.kv.disk_path is not None:
-        from wicore_trt.kv.disk.claim import share_secret
+    if settings.kv.disk_path is not None:
+        from wicore_trt.kv.disk.claim import list_unused, share_secret
 
-        share_secret(Path(settings.kv.disk_path), settings.server.replicas)
+        home, replicas = Path(settings.kv.disk_path), settings.server.replicas
+        if replicas > 1:
+            share_secret(home, replicas)
+        if unused := " ".join(map(str, list_unused(home, replicas))):
+            logger.warning("with server.replicas %d nothing reads or bounds these; remove them: %s", replicas, unused)
     if settings.executor.devices:
         os.environ[GPUS] = ",".join(settings.executor.devices)
     gpus = find_gpus(settings.executor.device, settings.server.replicas, each)

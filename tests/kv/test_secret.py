@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import stat
+import time
 from array import array
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +18,8 @@ from fakes import make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import SECRET, secret_of, share_secret
+from wicore_trt.kv.disk import claim
+from wicore_trt.kv.disk.claim import SECRET, list_unused, secret_of, share_secret
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -67,6 +69,37 @@ def test_one_engine_and_replicas_in_turns_keep_one_secret(tmp_path: Path) -> Non
     (tmp_path / SECRET).write_bytes(bytes(32))  # as an engine alone drew its own before
     share_secret(tmp_path, 3)
     assert {(tmp_path / f"replica-{i}" / SECRET).read_bytes() for i in range(3)} == {alone.secret}
+
+
+def test_servers_that_start_at_once_share_one_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes; one is slow between what it reads and writes, so that the other's turn comes there."""
+    write = claim.write_file
+    monkeypatch.setattr(claim, "write_file", lambda *given: (time.sleep(delay), write(*given)))
+    children = []
+    for delay in (0.0, 0.05):
+        if not (child := os.fork()):
+            monkeypatch.setattr("secrets.token_bytes", lambda n: (time.sleep(0.2), os.urandom(n))[1])
+            try:
+                share_secret(tmp_path / "kv", 3)
+                (tmp_path / f"seen-{delay}").write_bytes((tmp_path / "kv/replica-0" / SECRET).read_bytes())
+            finally:
+                os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    found = {path.read_bytes() for path in [*tmp_path.glob("seen-*"), *(tmp_path / "kv").glob(f"replica-*/{SECRET}")]}
+    assert len(found) == 1 and len(list(tmp_path.glob("seen-*"))) == 2
+
+
+def test_directories_of_another_number_of_replicas_are_told(tmp_path: Path) -> None:
+    alone = open_store(tmp_path)
+    alone.close()
+    namespace = next(entry for entry in tmp_path.iterdir() if entry.is_dir())
+    share_secret(tmp_path, 3)
+    homes = [tmp_path / f"replica-{i}" for i in range(3)]
+    assert list_unused(tmp_path, 3) == [namespace]
+    assert list_unused(tmp_path, 2) == sorted([namespace, homes[2]])
+    assert list_unused(tmp_path, 1) == homes
+    assert list_unused(tmp_path / "none", 2) == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "half written"])

@@ -13,6 +13,9 @@ import os
 import re
 import secrets
 import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -25,6 +28,8 @@ SECRET_BYTES = 32
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 OURS = re.compile(r"namespace\.json(\.new)?|index|slab-\d{5}")
 """Names of namespace directories, and of the files in them."""
+SHARE_WAIT_S = 10.0
+"""How long servers that start at once wait for another to give out the secret, which takes it milliseconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,21 +102,52 @@ def kept_secret(files: Files, path: Path) -> bytes:
 
 def share_secret(path: Path, replicas: int) -> None:
     """Give the directories of a server's replicas one secret, so that a tenant has one tag in all: that of the first
-    one that has any, which may have pages, or of `path`. Raises EnvironmentUnfitError."""
+    one that has any, which may have pages, or of `path`. Servers that start at once do it in turns. Raises
+    EnvironmentUnfitError."""
     files = Files()
     try:
         root = root_directory(files, path)
         homes = [root / REPLICA_HOME.format(i) for i in range(replicas)]
         for home in homes:
             files.claim_directory(home)
-        known = filter(None, (read_secret(files, home) for home in (*homes, root)))
-        secret = next(known, secrets.token_bytes(SECRET_BYTES))
-        for home in homes:
-            if read_secret(files, home) != secret:
-                write_file(files, home / SECRET, secret)
+        with _hold_directory(files, homes[0]):
+            known = filter(None, (read_secret(files, home) for home in (*homes, root)))
+            secret = next(known, None) or secrets.token_bytes(SECRET_BYTES)
+            for home in homes:
+                if read_secret(files, home) != secret:
+                    write_file(files, home / SECRET, secret)
     except OSError as error:
         fix = "Give kv.disk_path a directory that this user owns and no other may write to."
         raise EnvironmentUnfitError(f"{error.filename or path}: {error.strerror}.", fix=fix) from error
+
+
+@contextmanager
+def _hold_directory(files: Files, path: Path) -> Iterator[None]:
+    """Lock a directory itself for the time of a `with`; its file LOCK may be a server's for long. OSError after
+    SHARE_WAIT_S."""
+    fd, until = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + SHARE_WAIT_S
+    try:
+        while True:
+            try:
+                files.lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        files.close(fd)
+
+
+def list_unused(path: Path, replicas: int) -> list[Path]:
+    """List directories of pages below kv.disk_path that a server of so many replicas does not read, since those of
+    another number made them. Nothing bounds their bytes, and no start removes them."""
+    homes = {REPLICA_HOME.format(i) for i in range(replicas) if replicas > 1}
+    found = [home for home in path.glob(REPLICA_HOME.format("[0-9]*")) if home.name not in homes]
+    if homes:
+        found += [entry for entry in path.glob("*") if NAMESPACE.fullmatch(entry.name)]
+    return sorted(found)
 
 
 def read_secret(files: Files, path: Path) -> bytes | None:
