@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wicore_trt.bench.client import Target
     from wicore_trt.bench.report import Roof
     from wicore_trt.config import Settings
+    from wicore_trt.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, load and perplexity.")
 
@@ -67,21 +68,46 @@ def latency(
     Figures are medians. A decode step is (time for all tokens - time for one token) / (output tokens - 1).
     """
     _require_package("grpc")
-    from wicore_trt.bench.report import LATENCY_COLUMNS, latency_result, latency_row
+    from wicore_trt.bench.client import open_target, run_quickly
+    from wicore_trt.bench.report import LATENCY_COLUMNS, describe_machine, latency_result, latency_row, make_report
     from wicore_trt.bench.runs import list_cases, run_latency
     from wicore_trt.bench.workload import parse_lengths
-    from wicore_trt.cli._ui import print_table
+    from wicore_trt.cli._ui import print_json, print_table, progress
 
     given = {"--batch": batch, "--input-tokens": input_tokens, "--output-tokens": output_tokens}
     cases = list_cases(*(_parse_option(option, partial(parse_lengths, text)) for option, text in given.items()))
     settings = _read_settings(engine, recipe, threads, max(case.batch for case in cases))
-    measure = partial(run_latency, cases=cases, repeats=repeats, warmups=warmups, seed=seed)
-    points, model, roof = _measure_target(measure, settings, target, api_key, tls_ca, quiet=as_json)
-    results = [latency_result(point, roof) for point in points]
-    parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
-    _print_report("latency", target, model, parameters, roof, results, as_json=as_json)
-    if not as_json:
-        print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
+
+    async def run() -> tuple[list[Any], dict[str, Any]]:
+        opened = await open_target(settings, target, api_key=api_key, tls_ca=tls_ca, awaited=False)
+        try:
+            points = await run_latency(opened, cases, repeats=repeats, warmups=warmups, seed=seed, progress=report)
+            return points, asdict(opened.info)
+        finally:
+            await opened.close()
+
+    with progress(quiet=as_json) as report:
+        roof = _measure_machine(settings, report) if settings.engine else None  # before an engine runs beside
+        points, model = run_quickly(run())
+    results, where = [latency_result(point, roof) for point in points], target or "in process"
+    rates = roof.rates if roof else None
+    if as_json:
+        parameters = {"repeats": repeats, "warmups": warmups, "seed": seed, "threads": threads, "recipe": recipe}
+        print_json(
+            make_report("latency", target=where, model=model, parameters=parameters, rates=rates, results=results)
+        )
+        return
+    about = describe_machine()
+    gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
+    print(f"{model['model_id']}, {model['dtype']}, {model['backend']} backend, {model['kernels']} kernels, {where}")
+    print(f"{about['cpu']}, {about['cores']} cores{gpus}")
+    if rates is not None:
+        print(
+            f"bounds: {rates.read_bytes_per_s / 1e9:.1f} GB/s read, {rates.flops / 1e12:.3g} TFLOP/s "
+            f"({rates.gemm_dtype}), measured on {rates.device} in this run"
+        )
+    print()
+    print_table("latency", LATENCY_COLUMNS, [latency_row(result) for result in results])
 
 
 @app.command()
@@ -256,68 +282,22 @@ def _read_settings(
     return load_settings(recipe, {"engine": engine and str(engine), **flags})
 
 
-def _measure_target(
-    measure: Any, settings: Settings, address: str | None, api_key: str | None, tls_ca: Path | None, *, quiet: bool
-) -> tuple[Any, dict[str, Any], Roof | None]:
-    """Measure this machine, before an engine is loaded that runs beside, and then the target. Returns the result of
-    `measure`, the target's model and, where an engine is named, the bounds."""
+def _measure_machine(settings: Settings, report: Progress) -> Roof:
+    """Measure this machine; returns the bounds of the engine of `settings` on it."""
     import os
 
     from wicore_trt.bench.bound import ModelCost, measure_rates
-    from wicore_trt.bench.client import open_target, run_quickly
     from wicore_trt.bench.report import Roof
-    from wicore_trt.cli._ui import progress
     from wicore_trt.engine.manifest import read_manifest
 
-    async def run() -> tuple[Any, dict[str, Any]]:
-        target = await open_target(settings, address, api_key=api_key, tls_ca=tls_ca, awaited=False)
-        try:
-            return await measure(target, progress=report), asdict(target.info)
-        finally:
-            await target.close()
-
-    with progress(quiet=quiet) as report:
-        roof = None
-        if settings.engine is not None:
-            report("measuring the machine", 0, 1)
-            manifest = read_manifest(Path(settings.engine))
-            head = manifest.weights.head or manifest.base_dtype
-            cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, head, manifest.kv_dtype)
-            threads = settings.executor.threads or len(os.sched_getaffinity(0))
-            roof = Roof(cost, measure_rates(settings.executor.device, threads=threads))
-            report("measuring the machine", 1, 1)
-        return *run_quickly(run()), roof
-
-
-def _print_report(
-    command: str,
-    address: str | None,
-    model: dict[str, Any],
-    parameters: dict[str, Any],
-    roof: Roof | None,
-    results: list[dict[str, Any]],
-    *,
-    as_json: bool,
-) -> None:
-    """Print the JSON document, or what stands above the tables."""
-    from wicore_trt.bench.report import describe_machine, make_report
-    from wicore_trt.cli._ui import print_json
-
-    place, rates = address or "in process", roof.rates if roof else None
-    if as_json:
-        print_json(make_report(command, target=place, model=model, parameters=parameters, rates=rates, results=results))
-        return
-    about = describe_machine()
-    engine = f"{model['dtype']}, {model['backend']} backend, {model['kernels']} kernels"
-    print(f"{model['model_id']}, {engine}, {place}")
-    gpus = "".join(f", {gpu['name']}" for gpu in about["gpus"])
-    print(f"{about['cpu']}, {about['cores']} cores{gpus}")
-    if rates is not None:
-        print(
-            f"bounds: {rates.read_bytes_per_s / 1e9:.1f} GB/s read, {rates.flops / 1e12:.3g} TFLOP/s "
-            f"({rates.gemm_dtype}), measured on {rates.device} in this run"
-        )
-    print()
+    report("measuring the machine", 0, 1)
+    manifest = read_manifest(Path(settings.engine or ""))
+    head = manifest.weights.head or manifest.base_dtype
+    cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, head, manifest.kv_dtype)
+    threads = settings.executor.threads or len(os.sched_getaffinity(0))
+    roof = Roof(cost, measure_rates(settings.executor.device, threads=threads))
+    report("measuring the machine", 1, 1)
+    return roof
 
 
 def _print_results(results: Sequence[dict[str, Any]], head: str) -> None:

@@ -34,8 +34,13 @@ async def run_latency(
 ) -> list[LatencyPoint]:
     """Measure each case `repeats` times after `warmups` runs. Raises ConfigError for a case beyond the target's
     context, WicoreError when a request fails."""
+    limit = target.info.max_context_tokens
     for case in cases:
-        check_context(target, case.input_tokens, case.output_tokens)
+        if case.input_tokens + case.output_tokens > limit:
+            raise ConfigError(
+                f"{case.input_tokens} + {case.output_tokens} tokens exceed the model's context of {limit}.",
+                fix="Lower --input-tokens or --output-tokens.",
+            )
     vocabulary, names = WordList(target.info.vocab_size, seed=seed), map(str, count())
     points = []
     for case in cases:
@@ -77,12 +82,3 @@ async def _run_together(target: Target, requests: Sequence[BenchRequest]) -> tup
     if failed:
         raise WicoreError(f"A request failed: {failed}.", fix="Look into the server's log.")
     return seconds, records
-
-
-def check_context(target: Target, input_tokens: int, output_tokens: int) -> None:
-    limit = target.info.max_context_tokens
-    if input_tokens + output_tokens > limit:
-        raise ConfigError(
-            f"{input_tokens} + {output_tokens} tokens exceed the model's context of {limit}.",
-            fix="Lower --input-tokens or --output-tokens.",
-        )
