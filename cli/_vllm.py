@@ -32,9 +32,9 @@ UNNEEDED = {
     "--async-scheduling": "steps are always scheduled ahead",
     "--trust-remote-code": "no code of a model runs",
     "--enable-auto-tool-choice": "tools are always served",
-    "--language-model-only": "engines are text only",
+    "--language-model-only": "an engine built with --text-only reads no images",
     "--enforce-eager": "an engine is compiled before it is served",
-    "--disable-custom-all-reduce": "one GPU exchanges nothing",
+    "--disable-custom-all-reduce": "ranks exchange within their kernels",
     "--disable-log-requests": "the log has a line for each request; --log-level warning leaves it out",
     "--no-enable-log-requests": "the log has a line for each request; --log-level warning leaves it out",
     "--disable-log-stats": "the log has no statistics; /metrics has",
@@ -59,8 +59,8 @@ UNNEEDED_VALUES = {
 """Options of vLLM with a value that change nothing, and the reason."""
 
 REFUSED = {
-    "--tensor-parallel-size": (("1",), "one GPU serves an engine"),
-    "--pipeline-parallel-size": (("1",), "one GPU serves an engine"),
+    "--tensor-parallel-size": (("1",), "the engine has its ranks: wicore build --tp"),
+    "--pipeline-parallel-size": (("1",), "layers are not spread over GPUs"),
     "--dtype": (("auto",), "the engine has its dtype: wicore build --dtype"),
     "--quantization": ((), "the engine has its dtype: wicore build --dtype"),
     "--kv-cache-dtype": (("auto",), "the engine has its KV dtype: wicore build --kv-dtype"),

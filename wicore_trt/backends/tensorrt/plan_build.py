@@ -10,7 +10,6 @@ failed build's error has TensorRT's own words.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -68,7 +67,6 @@ def build_plan(api: TensorRT, request: PlanRequest) -> Plan:
             f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
         )
     facts = {
-        "network_hash": hash_network(network),
         "network_layers": network.num_layers,
         "kernels": dict(sorted(book.kernels.items())),
         "precisions": dict(sorted(book.precisions.items())),
@@ -82,19 +80,6 @@ def make_network(trt: Any, builder: Any, request: PlanRequest) -> tuple[Any, lis
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
     return network, define_network(network, trt, request)
-
-
-def hash_network(network: Any) -> str:
-    """Hash every layer's name, kind, inputs and outputs with dtypes and shapes, as hex blake2b. The hash is equal for
-    equal builds, whose files are not: TensorRT writes a plan's tables in the order of memory addresses."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
-        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-        tensors = [t and (t.name, t.dtype.name, tuple(t.shape)) for t in (*inputs, *outputs)]
-        hasher.update(repr((layer.name, type(layer).__name__, tensors)).encode())
-    return hasher.hexdigest()
 
 
 _KERNEL = re.compile(r"^Name: (?P<name>.+?), LayerType: (?P<type>\w+), .*?Outputs: \[ \{.*?Datatype: (?P<dtype>\w+)")
