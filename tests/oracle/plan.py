@@ -140,7 +140,17 @@ def draw_setup(seed: int) -> Setup:
         shared=draw_shared(rng, entry_bytes),
         **draw_checks(rng),
     )
-    return with_images(setup)
+    return with_images(with_code(setup))
+
+
+def with_code(setup: Setup) -> Setup:
+    """Perhaps with large pages that tiers keep coded, with dice of their own."""
+    rng = random.Random(f"code/{setup.seed}")
+    if rng.random() < 0.7 or not setup.host_slots or not setup.checks or setup.shared:
+        return setup
+    each = 16384 // setup.page_tokens
+    kv = setup.kv | {"compression": "lossless"}
+    return replace(setup, kv=kv, entry_bytes={group: each * rng.choice((1, 1, 2)) for group in setup.groups})
 
 
 def with_images(setup: Setup) -> Setup:

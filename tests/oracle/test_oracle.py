@@ -32,7 +32,7 @@ def run(*options: str, timeout_s: float = 1500) -> None:
 
 @pytest.mark.timeout(1600)
 def test_every_token_is_right_in_virtual_time() -> None:
-    run("--lives", "30", "--seed", "1")
+    run("--lives", "30", "--seed", "2")
 
 
 @pytest.mark.timeout(1600)
