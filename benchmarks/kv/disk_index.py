@@ -5,6 +5,8 @@ because only the index is read; drops it from the page cache; then does what the
 store, recovers its pages and restores the tier's books with the default policy. Pages were written session after
 session, to slots in random order: the worst case. Slots per page and pages per session are those of the model.
 
+`books_mib` is the memory that the books take in the end, `look_up_ms` the time to find a session's chain in them.
+
 The time for 1 TB is the measured time x slots of 1 TB / slots built; `--slots` is by default what 1 TB of Gemma 3 27B
 has, so nothing is extrapolated there. Exit code 1 when 1 TB of Gemma 3 27B pages takes longer than GOAL_S of wall time.
 """
@@ -12,6 +14,8 @@ has, so nothing is extrapolated there. Exit code 1 when 1 TB of Gemma 3 27B page
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -97,6 +101,13 @@ def build_index(home: Path, geometry: Geometry, slots: int) -> int:
     return pages
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process, without what its allocator could give back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Stopwatch:
     """Wall and CPU seconds of consecutive steps."""
 
@@ -119,7 +130,7 @@ def measure_index(model: str, slots: int) -> dict[str, object]:
         path = Path(directory)
         open_store(path, geometry, slots).close()
         pages = build_index(path / namespace_of(geometry).digest.hex(), geometry, slots)
-        watch = Stopwatch()
+        before, watch = resident_bytes(), Stopwatch()
         store = open_store(path, geometry, slots)
         watch.lap("open")
         found = store.recover_pages()
@@ -128,6 +139,12 @@ def measure_index(model: str, slots: int) -> dict[str, object]:
         books = TierIndex(store.num_slots, dict(geometry.slots_per_page), policy, primary=GLOBAL)
         books.restore_pages(found)
         watch.lap("restore")
+        del found
+        books_bytes = resident_bytes() - before
+        chain = [page.key for page in session(0, geometry) if page.group == GLOBAL]
+        begun = time.perf_counter()
+        assert sum(books.find_copy(GLOBAL, key) is not None for key in chain) == len(chain)
+        look_up_s = time.perf_counter() - begun
         store.close()
     assert books.pages.total() == pages, f"{books.pages.total()} of {pages} pages were found"
     per_terabyte = TERABYTE // stride
@@ -139,6 +156,8 @@ def measure_index(model: str, slots: int) -> dict[str, object]:
         "pages": dict(books.pages),
         "wall_s": {step: round(seconds, 3) for step, seconds in watch.wall.items()},
         "cpu_s": {step: round(seconds, 3) for step, seconds in watch.cpu.items()},
+        "books_mib": round(books_bytes / 2**20, 1),
+        "look_up_ms": round(1e3 * look_up_s, 3),
         "us_per_page": round(1e6 * sum(watch.cpu.values()) / pages, 2),
         "slots_per_tb": per_terabyte,
         "seconds_per_tb": round(sum(watch.wall.values()) * per_terabyte / slots, 2),

@@ -179,16 +179,16 @@ class SlotFormat:
         body += sealed.ljust(SEALED_BYTES, b"\0") + tokens.ljust(self._token_bytes, b"\0")
         return body + record_check(body)
 
-    def open_tokens(self, page: Page, parts: int, write_id: int, stored: bytes) -> bytes:
+    def open_tokens(self, page: Page, parts: int, write_id: int, stored: bytes | memoryview) -> bytes:
         """A page's tokens as a record has them (`stored`): nothing, where they do not open."""
-        sealed, tokens = stored[:SEALED_BYTES], bytearray(stored[SEALED_BYTES:])
-        if self._cipher is not None:
-            sealed, room = sealed[: self._cipher.overhead_bytes], memoryview(tokens)
-            try:
-                self._cipher.open(page, 0, parts, write_id, _TOKENS_BOUND, sealed, room, room)
-            except ValueError:
-                return b""
-        return bytes(tokens)
+        if self._cipher is None:
+            return bytes(stored[SEALED_BYTES:])
+        sealed, room = bytes(stored[: self._cipher.overhead_bytes]), memoryview(bytearray(stored[SEALED_BYTES:]))
+        try:
+            self._cipher.open(page, 0, parts, write_id, _TOKENS_BOUND, sealed, room, room)
+        except ValueError:
+            return b""
+        return bytes(room)
 
     def pack_identity(self, page: Page, part: int, parts: int, slot: int, write_id: int, payload_bytes: int) -> bytes:
         """The first bytes of a header."""

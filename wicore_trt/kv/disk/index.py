@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer, move_buffers
@@ -106,13 +105,18 @@ class FoundPages:
         groups, slots = self._groups, self._parts.tolist()
         names = ("key", "group", "index", "parent", "tenant", "flags", "write_id")
         columns = [self._records[name][self._heads].tolist() for name in names]
-        places = zip(self._heads.tolist(), self._first.tolist(), self._counts.tolist(), strict=True)
-        for (head, first, count), found in zip(places, zip(*columns, strict=True), strict=True):
+        stored = np.ascontiguousarray(self._records["tokens"][self._heads]).view(np.uint8).data
+        size = self._records.dtype["tokens"].itemsize
+        places = zip(range(0, size * len(self._heads), size), self._first.tolist(), self._counts.tolist(), strict=True)
+        known: dict[bytes, bytes] = {}  # one object for equal keys and tenants: a fleet's disk has millions of pages
+        for (at, first, count), found in zip(places, zip(*columns, strict=True), strict=True):
             key, group, index, parent, tenant, flags, write_id = found
-            page = Page(key, groups[group], index, parent if flags & FLAG_PARENT else None, tenant)
+            key, tenant = known.setdefault(key, key), known.setdefault(tenant, tenant)
+            parent = known.setdefault(parent, parent) if flags & FLAG_PARENT else None
+            page = Page(key, groups[group], index, parent, tenant)
             if self._format is not None and flags & FLAG_TOKENS:
-                tokens = self._format.open_tokens(page, count, write_id, self._records["tokens"][head].tobytes())
-                page = structs.replace(page, tokens=tokens)
+                tokens = self._format.open_tokens(page, count, write_id, stored[at : at + size])
+                page = Page(key, groups[group], index, parent, tenant, tokens)
             yield page, tuple(slots[first : first + count])
 
 
