@@ -6,6 +6,7 @@ import ctypes
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.plugins.code_layout import PageCode
 from wicore_trt.runtime import page_copier
 from wicore_trt.runtime.executor import UNFIT
+from wicore_trt.runtime.page_code import encode_page
 from wicore_trt.runtime.page_copier import StreamPageCopier
 from wicore_trt.runtime.page_digest import PageDigest
+from wicore_trt.runtime.rank_copier import RankedCopier, cut_part
 
 CODES = {"local": PageCode(6, 32, 128), "global": PageCode(2, 32, 128)}
 SLOTS = 24
@@ -225,3 +228,82 @@ def test_bits_that_flip_on_the_way_are_found() -> None:
     for (group, slot), (_, told) in kept.items():
         assert came[group, slot] != told[0] or world.bytes_of(group, slot) == world.truth[group][slot]
     world.copier.close()
+
+
+def test_ranks_code_their_parts_and_keep_a_page_raw_together() -> None:
+    """Two copiers, each with its part of every page; a page that one of them has no code for goes raw, and all comes
+    back."""
+    code, count = PageCode(4, 32, 64), 16
+    made = [np.roll(make_pages(code, count, seed).astype("<u2"), seed, axis=0) for seed in (0, 1)]
+    pools = [torch.from_numpy(pages.view(np.int16).copy()) for pages in made]
+    lanes = [(Lane(), Lane(), Lane()) for _ in pools]
+    digest = PageDigest(b"k" * 32, code.raw_bytes)
+
+    class Group:
+        count = 2
+
+        def unpin_all(self) -> None:
+            pass
+
+        def send(self, kind: str, *given: Any, fds: Any = ()) -> None:
+            for what, call, name, *more in given[0] if kind == "copies" else ():
+                told = partial(self.tell, call)
+                if what == "out":
+                    slot, places, _ = more
+                    ranks[1].to_host(name, slot, self.cut(places), lambda d, s, told=told: told([d], s))
+                else:
+                    slots, pages = more
+                    ranks[1].to_device(name, slots, list(map(self.cut, pages)), told)
+
+        def tell(self, call: int, digests: Any, seconds: float) -> None:
+            copier._take_reply(1, ["copied", call, list(digests), seconds])
+
+        def cut(self, places: Any) -> list[memoryview]:
+            return cut_part([copier._slab[at : at + size] for at, size in places], 1, 2)
+
+    group: Any = Group()
+    ranks: list[Any] = [
+        StreamPageCopier(
+            {"global": pool}, 32, each, group, digests=Digests(digest), digest=digest, starter=AtOnce,
+            coder=Coder({"global": code}, pages=3),
+        )  # type: ignore[arg-type]
+        for pool, each in zip(pools, lanes, strict=True)
+    ]  # fmt: skip
+    copier = RankedCopier(group, ranks[0], {"global": code.raw_bytes})
+    assert copier.coded_bytes == {"global": 2 * code.coded_bytes}
+    slab, page = copier.map_memory(count * 2 * code.raw_bytes), 2 * code.raw_bytes
+
+    def run(told: list[Any], wanted: int) -> None:
+        copier.flush()
+        ranks[1].flush()
+        while any(lane.run_one() for each in lanes for lane in each):
+            pass
+        for _ in range(20_000):
+            if len(told) == wanted:
+                return
+            time.sleep(0.001)
+        raise AssertionError("a copy never ended")
+
+    def store(slot: int, size: int) -> tuple[list[memoryview], bytes | None]:
+        part, told = slab[slot * page :][:size], list[bytes | None]()
+        parts = [part[:12288], part[12288:]]
+        copier.to_host("global", slot, parts, lambda digest, seconds: told.append(digest))
+        run(told, 1)
+        return parts, told[0]
+
+    kept = {slot: store(slot, 2 * code.coded_bytes) for slot in range(count)}
+    fits = [{slot for slot in range(count) if encode_page(code, pages[slot].tobytes())} for pages in made]
+    assert {slot for slot, (_, told) in kept.items() if told != UNFIT} == fits[0] & fits[1]
+    assert fits[0] - fits[1] and fits[0] & fits[1]
+    kept |= {slot: store(slot, page) for slot in kept.keys() - (fits[0] & fits[1])}
+    assert all(copier.digest(parts) == told for parts, told in kept.values())
+    for pool in pools:
+        pool.fill_(0x5A5A)
+    came, slots = list[bytes | None](), sorted(kept, key=lambda slot: slot * 7 % count)
+    copier.to_device("global", slots, [kept[slot][0] for slot in slots], lambda found, seconds: came.extend(found))
+    run(came, count)
+    assert came == [kept[slot][1] for slot in slots]
+    for pool, pages in zip(pools, made, strict=True):
+        assert pool.numpy().tobytes() == pages.tobytes()
+    for rank in ranks:
+        rank.close()
