@@ -92,12 +92,14 @@ class QueueFullError(WicoreError):
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
-    pace_s: float | None = None
+    pace_s: float | None
     """Seconds between two places of the queue that become free, 0 where not known; None where the queue is not full."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None, pace_s: float | None = None
+    ) -> None:
         super().__init__(message, fix=fix)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.pace_s = retry_after_s, pace_s
 
 
 class RateLimitError(QueueFullError):

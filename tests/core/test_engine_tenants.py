@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +17,7 @@ from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
 from wicore_trt.config import KVSettings
+from wicore_trt.core.limits import Limits
 from wicore_trt.core.loop import EngineLoop
 from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, QueueFullError, WicoreError
@@ -107,6 +111,32 @@ def test_a_tenant_that_floods_leaves_half_of_the_queue_and_n_counts():
     with pytest.raises(InvalidRequestError) as error:
         EngineLoop(make_core(), lambda outputs: None, max_waiting=4).add(request("never", n=5))
     assert error.value.field == "n"
+
+
+@pytest.mark.parametrize("why", ["queue", "wait", "images"])
+def test_a_refusal_keeps_nothing_of_its_request(monkeypatch: pytest.MonkeyPatch, why: str):
+    """Not even until cycles are collected: its images are an open file."""
+    core = make_core()
+    core.executor.images = SimpleNamespace(slots=1, tokens=2, pixel_bytes=1000)
+    monkeypatch.setattr("wicore_trt.core.loop.MAX_PIXELS", 0 if why == "images" else 16_000)
+    loop = EngineLoop(core, lambda outputs: None, max_waiting=1 if why == "queue" else 64)
+    if why == "wait":
+        core.limits = Limits(max_queue_s=1.0)
+        loop._outlook = dataclasses.replace(loop._outlook, token_s=1.0)
+    if why != "images":
+        loop.add(dataclasses.replace(request("long"), prompt_token_ids=(5,) * 60))
+    pixels = np.zeros(1000, np.uint8)
+    kept = weakref.ref(pixels)
+    gc.disable()
+    try:
+        with contextlib.suppress(QueueFullError):
+            seen = ContentSpan(0, 2, bytes(32), memoryview(pixels))
+            loop.add(dataclasses.replace(request("more"), content=(seen,), deadline=core.clock() + 0.5))
+            raise AssertionError("taken")
+        del pixels, seen
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_images_of_live_requests_have_bounded_room_and_tenants_a_share_of_it(monkeypatch: pytest.MonkeyPatch):

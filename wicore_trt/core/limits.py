@@ -68,11 +68,12 @@ class Alarms(dict[str, float]):
         return found
 
 
-def long_wait_error(wait_s: float, limit_s: float) -> QueueFullError:
+def long_wait_error(wait_s: float, limit_s: float, pace_s: float | None = None) -> QueueFullError:
     """Make the refusal of a request that would wait longer than the limit. It does not reveal how many others wait."""
     return QueueFullError(
         "The server is too busy to begin this request in time.",
         retry_after_s=max(UNAVAILABLE_RETRY_S, wait_s - limit_s),
+        pace_s=pace_s,
     )
 
 

@@ -257,9 +257,9 @@ class EngineLoop:
             total, own = queued.total(), queued[tenant]
             # one text for both: a tenant must not learn that others have filled the queue
             if total + n > self._max_waiting or (tenant and not fits_share(self._max_waiting, total - own, own, n)):
-                full = QueueFullError("There is no room in the queue for this request now.")
-                full.pace_s = self._outlook.turnover_s
-                raise full
+                # no name for a refusal here: by its traceback it would keep the request, and the file of its images
+                pace_s = self._outlook.turnover_s
+                raise QueueFullError("There is no room in the queue for this request now.", pace_s=pace_s)
             self._refuse_long_wait(request)
             pixels = self._count_pixels(request)
             if request.params.constraint is not None:
@@ -281,9 +281,8 @@ class EngineLoop:
         total = sum([count for _, count in self._live.values()]) if pixels else 0
         own = sum([count for name, count in self._live.values() if name == tenant]) if pixels else 0
         if total + pixels > MAX_PIXELS or (pixels and tenant and not fits_share(MAX_PIXELS, total - own, own, pixels)):
-            full = QueueFullError("There is no room for the images of this request now.")
-            full.pace_s = self._outlook.turnover_s
-            raise full
+            pace_s = self._outlook.turnover_s
+            raise QueueFullError("There is no room for the images of this request now.", pace_s=pace_s)
         return pixels
 
     def _refuse_long_wait(self, request: GenerateRequest) -> None:
@@ -302,9 +301,7 @@ class EngineLoop:
         )
         wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
-            refusal = long_wait_error(wait, limit)
-            refusal.pace_s = outlook.turnover_s
-            raise refusal
+            raise long_wait_error(wait, limit, outlook.turnover_s)
 
     def _count_queued(self) -> Counter[str]:
         """Count sequences that wait for their first step, by tenant. The lock is held."""
