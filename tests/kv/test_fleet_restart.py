@@ -1,0 +1,30 @@
+"""The benchmark of a fleet's disk tier: a small one is filled through the store, killed and started anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kv.fleet import fill_records, geometry_of, measure, start
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_pages_of_a_killed_process_are_found(tmp_path: Path, records: bool) -> None:
+    found = measure(tmp_path, "gemma3-27b", 2, 2048, 1 << 33, records=records, slab=1 << 28)
+    assert found["written"] == 2 * (64 + 32)
+    assert found["pages"] == {"global": 128, "local": 64}
+    assert found["not_found"] == 0
+
+
+def test_a_record_that_is_damaged_is_missed(tmp_path: Path) -> None:
+    geometry = geometry_of("gemma3-27b")
+    sizes = (2, 2048, 1 << 33)
+    fill_records(tmp_path, geometry, *sizes)
+    (index,) = tmp_path.glob("*/index")
+    data = bytearray(index.read_bytes())
+    data[40] ^= 1  # in the key of the first conversation's first page
+    index.write_bytes(data)
+    found = start(tmp_path, geometry, *sizes, 1 << 30)
+    assert found["pages"] == {"global": 127, "local": 64}
+    assert found["not_found"] > 0
