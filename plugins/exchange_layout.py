@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
@@ -20,6 +22,8 @@ FLAGS, EPOCH, BROKEN, TURNS = 0, 64, 65, 128
 vain; by row how often it was pushed."""
 SLOTS_BYTES = 4 * (TURNS + PUSHED_ROWS)
 """Where the slots begin: [2, ranks, PUSHED_ROWS, hidden]."""
+LOGITS, RESIDUAL, NORMED, NORMED_SCALES = 2, 3, 4, 5
+"""Parts of a block behind products 0 and 1."""
 GATHERED = 2048
 """Columns of a program of `gather_columns`."""
 
@@ -32,7 +36,8 @@ def pushed_type(dtype: str) -> str:
 @dataclass(frozen=True)
 class ExchangeLayout:
     """Layout of a rank's block: items above, slots of rows of `pushed` type, two products [`tokens`, `hidden`] of up to
-    `item_bytes` each, and the rank's logits float32 [`rows`, `columns`]."""
+    `item_bytes` each, and the rank's logits float32 [`rows`, `columns`]. Where rows have owners, also the residual
+    float32 [`tokens`, `hidden`], norms of up to 16 bits, and their scales float32 [`tokens`]."""
 
     ranks: int
     hidden: int
@@ -43,16 +48,21 @@ class ExchangeLayout:
     columns: int
 
     @property
-    def product_offsets(self) -> tuple[int, int, int]:
-        """Bytes from the block's beginning to both products, and to the logits behind them."""
-        slots = 2 * self.ranks * PUSHED_ROWS * self.hidden * ITEM_BYTES[self.pushed]
-        first = _align(SLOTS_BYTES + slots)
-        each = _align(self.tokens * self.hidden * self.item_bytes)
-        return first, first + each, first + 2 * each
+    def owns_rows(self) -> bool:
+        """Tell whether more rows than PUSHED_ROWS have owners."""
+        return self.ranks > 2 and self.tokens > PUSHED_ROWS
+
+    @cached_property
+    def part_offsets(self) -> tuple[int, ...]:
+        """Bytes from the block's beginning to both products, the parts behind them, and the end."""
+        slots = SLOTS_BYTES + 2 * self.ranks * PUSHED_ROWS * self.hidden * ITEM_BYTES[self.pushed]
+        product, owned = self.tokens * self.hidden * self.item_bytes, self.tokens if self.owns_rows else 0
+        parts = product, product, 4 * self.rows * self.columns, 4 * owned * self.hidden, 2 * owned * self.hidden
+        return tuple(accumulate(div_ceil(size, 256) * 256 for size in (slots, *parts, 4 * owned)))
 
     @property
     def size_bytes(self) -> int:
-        return _align(self.product_offsets[2] + 4 * self.rows * self.columns)
+        return self.part_offsets[-1]
 
 
 def meet_launch(ranked: Mapping[str, Any]) -> Launch:
@@ -69,5 +79,6 @@ def gather_launch(
     return Launch(grid, {"columns": columns, "logits": logits, **ranked})
 
 
-def _align(size: int) -> int:
-    return div_ceil(size, 256) * 256
+def collect_launch(residual: Any, rows: Any, out: Any, count: int, ranked: Mapping[str, Any]) -> Launch:
+    """Launch `kernels.exchange.collect_rows` of the residual's `rows` int32 [count] to `out` float32 [count, H]."""
+    return Launch((count, 1, 1), {"residual": residual, "rows": rows, "out": out, **ranked})

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.exchange [--ranks 2] [--rows 1,8,32,128,1024,8192] [--rounds 300] [--host-memory]
 
-Prints a table: microseconds of sum and norms in a CUDA graph, of the norms alone, and with NCCL. First every rank runs
+Prints a table: microseconds of sum and norms in a CUDA graph, of the norms alone, and with NCCL; of many rows also
+where each has an owner ("owned_us"), with operands of 16 bits and of E4M3. First every rank runs
 random exchanges with random delays of host and GPU, whose bits must be those of one rank that adds in rank order. Exit
 code 1: they are not.
 """
@@ -29,7 +30,15 @@ from benchmarks.common import say
 from wicore_trt.plugins import exchange_layout, step_layout
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.dependent import find_mode
-from wicore_trt.plugins.exchange_layout import PUSHED_ROWS, ExchangeLayout, pushed_type
+from wicore_trt.plugins.exchange_layout import (
+    LOGITS,
+    NORMED,
+    NORMED_SCALES,
+    PUSHED_ROWS,
+    RESIDUAL,
+    ExchangeLayout,
+    pushed_type,
+)
 from wicore_trt.plugins.kernels.step_specs import NormShape, add_norm_spec, gather_spec, meet_spec, norm_config
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
@@ -38,10 +47,16 @@ from wicore_trt.runtime.cuda_device import CudaDevice
 from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.peer_memory import open_peer_memory
 
-HIDDEN, COLUMNS, TOKENS, DTYPE = 5376, 131_104, 8192, "bfloat16"
+HIDDEN, VOCABULARY, TOKENS, DTYPE = 5376, 262_208, 8192, "bfloat16"
 EXCHANGES = 60
 """In a graph."""
 REPLAYS = 15
+
+
+class OwningLayout(ExchangeLayout):
+    """Has room for owned rows also of two ranks, to time both ways."""
+
+    owns_rows = True
 
 
 class BenchmarkRank:
@@ -51,17 +66,19 @@ class BenchmarkRank:
         torch.cuda.set_device(exchange.rank)
         self.exchange, self.rank, self.ranks = exchange, exchange.rank, exchange.ranks
         self.device = CudaDevice(f"cuda:{self.rank}")
-        self.layout = ExchangeLayout(self.ranks, HIDDEN, pushed_type(DTYPE), TOKENS, 2, PUSHED_ROWS, COLUMNS)
+        columns = VOCABULARY // self.ranks
+        self.layout = OwningLayout(self.ranks, HIDDEN, pushed_type(DTYPE), TOKENS, 2, PUSHED_ROWS, columns)
         name = self.device.torch_device
         self.peers = open_peer_memory(exchange, name, self.layout.size_bytes, peer_access=not args.host_memory)
         self.ranked = {
             "peers": self.peers.addresses.data_ptr(), "rank": self.rank, "failed": self.peers.failed.data_ptr()
         }  # fmt: skip
-        self.shape, self.turn = NormShape(HIDDEN, DTYPE), 0
+        self.turn = 0
         self.weights = torch.ones(2, HIDDEN, device=name)
         self.out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=name)
-        self.residual = torch.zeros(TOKENS, HIDDEN, device=name)
-        self.logits = torch.empty(PUSHED_ROWS, self.ranks * COLUMNS, device=name)
+        self.residual = self.buffer(RESIDUAL, TOKENS, HIDDEN, torch.float32)  # zero
+        self.scales = self.buffer(NORMED_SCALES, TOKENS, 1, torch.float32)
+        self.logits = torch.empty(PUSHED_ROWS, self.ranks * self.layout.columns, device=name)
 
     def launch(self, name: str, spec: Callable[[], KernelSpec], call: Callable[[Any], Launch]) -> None:
         kernel = _KERNELS.get(name) or _KERNELS.setdefault(name, self.compile(spec()))
@@ -72,37 +89,40 @@ class BenchmarkRank:
         return compile_kernel(replace(spec, dependent=mode), self.device.target)
 
     def buffer(self, part: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        begin = self.layout.product_offsets[part]
+        begin = self.layout.part_offsets[part]
         return self.peers.own[begin : begin + rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
 
     def meet(self) -> None:
         self.launch("meet", lambda: meet_spec(self.ranks), lambda _: exchange_layout.meet_launch(self.ranked))
 
     def norm(self, x: torch.Tensor, way: str, residual: torch.Tensor, out: torch.Tensor) -> None:
-        """Add and norm `x` [rows, HIDDEN]: of one rank, or summed, "pushed" or "pulled"."""
-        rows, dtype = len(x), str(x.dtype).removeprefix("torch.")
+        """Add and norm `x` [rows, HIDDEN]: of one rank, or summed by "push", "pull" or "own"; `out` uint8: E4M3."""
+        rows, dtype, fp8 = len(x), str(x.dtype).removeprefix("torch."), out.dtype == torch.uint8
         warps = norm_config(self.device.target, rows, HIDDEN).num_warps
-        if way == "pulled":
+        if way in ("pull", "own"):
             self.meet()
-        ranks, pushed = self.ranks if way else 1, way == "pushed"
+        shape, several = NormShape(HIDDEN, DTYPE, fp8, fp8), {"ranks": self.ranks, "way": way} if way else {}
         self.launch(
-            f"{way} {dtype} {warps}",
-            lambda: add_norm_spec(self.shape, warps, x_dtype=dtype, ranks=ranks, pushed=pushed),
+            f"{way} {dtype} {warps} {fp8}", lambda: add_norm_spec(shape, warps, x_dtype=dtype, **several),
             lambda _: step_layout.add_norm_launch(
                 residual.data_ptr(), x.data_ptr(), (self.weights[0].data_ptr(), self.weights[1].data_ptr()),
-                NormOut(out.data_ptr()), rows, 1e-6, ranked=self.ranked if way else None,
+                NormOut(out.data_ptr(), self.scales.data_ptr() if fp8 else 0), rows, 1e-6,
+                ranked=self.ranked if way else None,
             ),
         )  # fmt: skip
+        if way == "own":
+            self.meet()
 
     def check(self, rounds: int) -> int:
         """Run random exchanges; count those with other bits than one rank's."""
         common, own, wrong = random.Random(1), random.Random(self.rank), 0
         generator = torch.Generator(self.device.torch_device)
         for number in range(rounds):
-            way = common.choice(["pushed", "pushed", "pulled", "gathered"])
-            rows = common.randint(1, PUSHED_ROWS) if way != "pulled" else common.choice([1, 40, 129, 700])
-            columns = COLUMNS if way == "gathered" else HIDDEN
-            dtype = torch.bfloat16 if way == "pulled" else torch.float32
+            way = common.choice(["push", "push", "pull", "own", "gathered"])
+            pushed = way in ("push", "gathered")
+            rows = common.randint(1, PUSHED_ROWS) if pushed else common.choice([1, 40, 129, 700])
+            columns = self.layout.columns if way == "gathered" else HIDDEN
+            dtype = torch.float32 if pushed else torch.bfloat16
             rows = min(rows, 8) if way == "gathered" else rows
             generator.manual_seed(number)
             parts = [
@@ -122,7 +142,7 @@ class BenchmarkRank:
 
     def _gather_wrong(self, parts: list[torch.Tensor], rows: int) -> bool:
         found = self.logits[:rows]
-        self.gather(self.buffer(2, rows, COLUMNS, torch.float32).copy_(parts[self.rank]), found)
+        self.gather(self.buffer(LOGITS, rows, self.layout.columns, torch.float32).copy_(parts[self.rank]), found)
         wrong = not torch.equal(found, torch.cat(parts, 1))
         self.meet()  # as an exchange of the next step would
         return wrong
@@ -130,7 +150,7 @@ class BenchmarkRank:
     def gather(self, part: torch.Tensor, to: torch.Tensor) -> None:
         self.meet()
         self.launch(
-            "gather", lambda: gather_spec(self.ranks, COLUMNS),
+            "gather", lambda: gather_spec(self.ranks, self.layout.columns),
             lambda constants: exchange_layout.gather_launch(
                 constants, part.data_ptr(), to.data_ptr(), len(part), self.ranked
             ),
@@ -141,29 +161,38 @@ class BenchmarkRank:
         for part in parts:
             total += part.to(torch.bfloat16).float()
         x, before = parts[self.rank], self.residual[:rows].clone()
-        if way == "pulled":
+        if way in ("pull", "own"):
             x = self.buffer(self.turn, rows, HIDDEN, torch.bfloat16).copy_(x)
             self.turn ^= 1
         ours, theirs = torch.empty_like(self.out[:rows]), torch.empty_like(self.out[:rows])
+        if way == "own":
+            ours = self.buffer(NORMED, rows, HIDDEN, ours.dtype)
         self.norm(x, way, self.residual[:rows], ours)
         self.norm(total, "", before, theirs)
-        return not (torch.equal(ours, theirs) and torch.equal(self.residual[:rows], before))
+        mine = slice(self.rank, None, self.ranks) if way == "own" else slice(None)
+        right = torch.equal(ours, theirs) and torch.equal(self.residual[:rows][mine], before[mine])
+        self.residual[:rows] = before
+        return not right
 
     def time_rows(self, rows: int, nccl: bool) -> dict[str, float | int]:
         """Time each way for `rows`, microseconds of one exchange; all ranks at the same time."""
-        way = "pushed" if rows <= PUSHED_ROWS else "pulled"
+        way = "push" if rows <= PUSHED_ROWS else "pull"
         x = torch.randn(rows, HIDDEN, device=self.device.torch_device)
         if rows > PUSHED_ROWS:
             x = x.bfloat16()
         sums = x.bfloat16()
         inputs = [x, x]
-        if way == "pulled":
+        if way == "pull":
             inputs = [self.buffer(turn, rows, HIDDEN, torch.bfloat16) for turn in range(2)]
         residual, out = self.residual[:rows], self.out[:rows]
 
         def exchange_all() -> None:
             for number in range(EXCHANGES):
                 self.norm(inputs[number % 2], way, residual, out)
+
+        def own_all(dtype: torch.dtype = torch.bfloat16) -> None:
+            for number in range(EXCHANGES):
+                self.norm(inputs[number % 2], "own", residual, self.buffer(NORMED, rows, HIDDEN, dtype))
 
         def norm_all() -> None:
             for _ in range(EXCHANGES):
@@ -176,10 +205,13 @@ class BenchmarkRank:
 
         found: dict[str, float | int] = {"rows": rows, "exchange_us": self.time_graph(exchange_all)}
         found["norm_us"] = self.time_graph(norm_all)
+        if way == "pull":
+            found["owned_us"] = self.time_graph(own_all)
+            found["owned_e4m3_us"] = self.time_graph(lambda: own_all(torch.uint8))
         if nccl:
             found["nccl_us"] = self.time_graph(nccl_all)
         if rows <= PUSHED_ROWS:
-            part, to = self.buffer(2, rows, COLUMNS, torch.float32), self.logits[:rows]
+            part, to = self.buffer(LOGITS, rows, self.layout.columns, torch.float32), self.logits[:rows]
 
             def gather_all() -> None:
                 for _ in range(EXCHANGES):

@@ -13,6 +13,10 @@ first was over, the clearing included.
 Of many rows each rank reads its peers' products, after a meeting: a rank writes its number of meetings to all, and
 waits for theirs. A product lies in one of two buffers in turn: whoever writes one again has met its readers since.
 
+Above two ranks, rows of many have an owner: row i that of rank i % RANKS. It alone sums them, keeps their residual, and
+writes their norms to all ranks, which then meet again. So 2 (RANKS - 1) / RANKS products come to a rank in place of
+RANKS - 1, in the same bits. One buffer holds norms: whoever writes there has met all that multiplied the last ones.
+
 A rank that has waited SPINS times gives up, tells the host by `failed`, and waits no more in later launches; so does
 one whose host has written there.
 """
@@ -103,14 +107,30 @@ def sum_pushed(own, block, rank, failed, row, column, inside, H: tl.constexpr, R
 
 
 @triton.jit
+def find_twin(pointer, peers, rank, peer):
+    """The place in the block of `peer` that `pointer` is in this rank's: both are multiples of 16 bytes."""
+    distance = pointer.to(tl.int64) - tl.load(peers + rank)
+    return tl.multiple_of((tl.load(peers + peer) + distance).to(tl.pointer_type(pointer.dtype.element_ty)), 16)
+
+
+@triton.jit
 def sum_pulled(x, peers, rank, at, inside, RANKS: tl.constexpr):
     """The sum of all ranks' products at items `at`, float32, in rank order; `x` is this rank's product."""
-    distance = x.to(tl.int64) - tl.load(peers + rank)
     total = tl.zeros(at.shape, tl.float32)
     for sender in tl.static_range(RANKS):
-        source = tl.multiple_of((tl.load(peers + sender) + distance).to(tl.pointer_type(x.dtype.element_ty)), 16)
-        total += tl.load(source + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        source = find_twin(x, peers, rank, sender) + at
+        total += tl.load(source, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     return total
+
+
+@triton.jit
+def collect_rows(residual, rows, out, peers, rank, failed, H: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+    """out[i] = row rows[i] (int32) of the residual of its owner, float32 [any, H], behind a meeting. Grid: (rows of
+    out,)."""
+    column, row = tl.arange(0, BLOCK), tl.load(rows + tl.program_id(0)).to(tl.int64)
+    source = find_twin(residual, peers, rank, row % RANKS) + row * H + column
+    value = tl.load(source, mask=column < H, cache_modifier=".cg")
+    tl.store(out + tl.program_id(0).to(tl.int64) * H + column, value, mask=column < H)
 
 
 @triton.jit
@@ -143,7 +163,6 @@ def gather_columns(
     take_turn(DEPENDENT)
     row, sender = tl.program_id(1).to(tl.int64), tl.program_id(2)
     column = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
-    distance = columns.to(tl.int64) - tl.load(peers + rank)
-    source = tl.multiple_of((tl.load(peers + sender) + distance).to(tl.pointer_type(tl.float32)), 16)
+    source = find_twin(columns, peers, rank, sender)
     value = tl.load(source + row * COLUMNS + column, mask=column < COLUMNS, cache_modifier=".cg")
     tl.store(logits + (row * RANKS + sender) * COLUMNS + column, value, mask=column < COLUMNS)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import magnitude_bits, quantize_row, row_scale
-from wicore_trt.plugins.kernels.exchange import find_blocks, push_row, sum_pulled, sum_pushed
+from wicore_trt.plugins.kernels.exchange import find_blocks, find_twin, push_row, sum_pulled, sum_pushed
 from wicore_trt.plugins.kernels.turns import take_turn
 
 
@@ -47,16 +47,23 @@ def _store(
     FP8: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    peers=None,
+    rank=0,
+    RANKS: tl.constexpr = 1,
 ):
-    """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`."""
-    target = out + row * H + column
+    """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`. Of all RANKS."""
     if FP8:
         value = value.to(tl.float16).to(tl.float32) if HALF else value.to(tl.bfloat16).to(tl.float32)
         scale = row_scale(tl.max(magnitude_bits(value), 0))
-        tl.store(scales + row, scale)
-        tl.store(target, quantize_row(value, scale, NATIVE), mask=inside)
+        rounded = quantize_row(value, scale, NATIVE)
     else:
-        tl.store(target, value.to(out.dtype.element_ty), mask=inside)
+        rounded = value.to(out.dtype.element_ty)
+    for step in tl.static_range(RANKS):
+        peer = (rank + step) % RANKS
+        if FP8:
+            tl.store((find_twin(scales, peers, rank, peer) if RANKS > 1 else scales) + row, scale)
+        target = (find_twin(out, peers, rank, peer) if RANKS > 1 else out) + row * H + column
+        tl.store(target, rounded, mask=inside)
 
 
 @triton.jit
@@ -119,6 +126,7 @@ def add_norm(
     DEPENDENT: tl.constexpr = 0,
     RANKS: tl.constexpr = 1,
     PUSH: tl.constexpr = 0,
+    OWNED: tl.constexpr = 0,
     peers=None,
     rank=0,
     failed=None,
@@ -128,7 +136,7 @@ def add_norm(
     x is [rows, H] of any float type. GATHER: program i takes row rows[i] (int32) of residual and x and writes row i of
     out, for the sampled rows behind the last layer; rows must not repeat. Otherwise `rows` is not touched.
     Grid: (rows of out,). With several RANKS x is the sum of theirs (`kernels.exchange`): pushed, in 16 bits for PUSH 2
-    and 32 for PUSH 4, or pulled, for 0, behind a meeting.
+    and 32 for PUSH 4, or pulled, for 0, behind a meeting. OWNED: of this rank's rows alone, and out is that of all.
     """
     column = _columns(BLOCK)
     inside = column < H
@@ -142,6 +150,9 @@ def add_norm(
     row = target
     if GATHER:
         row = tl.load(rows + target).to(tl.int64)
+    if OWNED:  # noqa: SIM102 -- one is known when compiling
+        if row % RANKS != rank:
+            return
     at = row * H + column
     if RANKS == 1 or PUSH > 0:
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -154,4 +165,5 @@ def add_norm(
         value = sum_pulled(x, peers, rank, at, inside, RANKS)
     new = old + _normed(value, post, eps, H)
     tl.store(residual + at, new, mask=inside)
-    _store(out, scales, target, column, inside, _normed(new, following, eps, H), H, FP8, HALF, NATIVE)
+    value = _normed(new, following, eps, H)
+    _store(out, scales, target, column, inside, value, H, FP8, HALF, NATIVE, peers, rank, RANKS if OWNED else 1)

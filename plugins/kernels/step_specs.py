@@ -126,10 +126,10 @@ def embed_norm_spec(shape: NormShape, num_warps: int, *, table: str = "", images
 
 
 def add_norm_spec(
-    shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False, ranks: int = 1, pushed: bool = False
+    shape: NormShape, num_warps: int, *, x_dtype: str, gather: bool = False, ranks: int = 1, way: str = "pull"
 ) -> KernelSpec:
     """Specify `kernels.norm.add_norm` of x of `x_dtype`; `gather`: of the rows in `rows`. With several `ranks` x is
-    summed over them, `pushed` or pulled."""
+    summed over them; `way`: rows are "push"ed, "pull"ed, or each its owner's ("own")."""
     types = {
         **{"residual": "*fp32", "x": f"*{FLOAT_TYPES[x_dtype]}", "post_weight": "*fp32", "next_weight": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "rows": "*i32", "eps": "fp32"},
@@ -137,8 +137,9 @@ def add_norm_spec(
     constants, name = {**shape.constants(), "GATHER": gather}, f"add_norm_{shape.name()}_{x_dtype}"
     if ranks > 1:
         types |= RANKED
-        constants |= {"RANKS": ranks, "PUSH": ITEM_BYTES[pushed_type(shape.dtype)] if pushed else 0}
-        name += f"_{'push' if pushed else 'pull'}{ranks}"
+        constants |= {"RANKS": ranks, "PUSH": ITEM_BYTES[pushed_type(shape.dtype)] if way == "push" else 0}
+        constants |= {"OWNED": True} if way == "own" else {}
+        name += f"_{way}{ranks}"
     return _spec(name + ("_rows" if gather else ""), norm.add_norm, types, constants, num_warps)
 
 
@@ -154,6 +155,13 @@ def gather_spec(ranks: int, columns: int) -> KernelSpec:
     constants: dict[str, Constant] = {"COLUMNS": columns, "RANKS": ranks}
     name, aligned = f"gather{ranks}_{columns}", frozenset({"columns", "logits"} if columns % 4 == 0 else ())
     return _spec(name, exchange.gather_columns, types, constants, 4, aligned)
+
+
+def collect_spec(ranks: int, hidden: int) -> KernelSpec:
+    """Specify `kernels.exchange.collect_rows` of `hidden` columns."""
+    types = {"residual": "*fp32", "rows": "*i32", "out": "*fp32", **RANKED}
+    constants: dict[str, Constant] = {"H": hidden, "BLOCK": 1 << (hidden - 1).bit_length(), "RANKS": ranks}
+    return _spec(f"collect{ranks}_{hidden}", exchange.collect_rows, types, constants, 4)
 
 
 def qk_rope_spec(pool: PoolShape, heads: int, qkv_dtype: str, q_dtype: str, chosen: StepConfig) -> KernelSpec:

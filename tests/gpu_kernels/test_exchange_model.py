@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 
-RANKS, ITEMS, EXCHANGES, MOST_STEPS = 2, 2, 7, 4000
+ITEMS, EXCHANGES, MOST_STEPS = 2, 7, 20_000
 Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Protocol:
     """What a mutant changes. `early_clear`: a slot is cleared when its launch begins, not behind its reading.
-    `flags_last`: a flag follows what was written before it. `meets`: a pull waits."""
+    `flags_last`: a flag follows what was written before it. `meets`: who reads products waits; `meets_again`: who reads
+    norms."""
 
     halves: int = 2
     buffers: int = 2
     early_clear: bool = False
     flags_last: bool = True
     meets: bool = True
+    meets_again: bool = True
 
 
 @dataclass
@@ -57,66 +59,114 @@ class Memory:
             self.deliver(own[0])
 
 
-def value_of(rank: int, number: int, item: int) -> int:
-    return 1 + rank + 10 * item + 100 * number
+@dataclass
+class Rank:
+    """One rank of `ranks`, whose exchanges yield between steps; `turn` counts products, `epoch` meetings."""
 
+    memory: Memory
+    protocol: Protocol
+    rank: int
+    ranks: int
+    turn: int = 0
+    epoch: int = 0
+    pushes: int = 0
 
-def push(memory: Memory, protocol: Protocol, rank: int, number: int, count: int) -> Iterator[None]:
-    peer, half = 1 - rank, count % protocol.halves
-    if protocol.early_clear:
+    def __post_init__(self) -> None:
+        self.peers = [rank for rank in range(self.ranks) if rank != self.rank]
+
+    def run(self, ways: str) -> Iterator[None]:
+        for number, way in enumerate(ways):
+            yield from {">": self.push, "<": self.pull, "o": self.own}[way](number)
+            self.memory.end_launch(self.rank)
+
+    def value_of(self, sender: int, number: int, item: int) -> int:
+        return 1 + sender + 10 * item + 100 * number
+
+    def load(self, place: Place, owner: int | None = None) -> int:
+        return self.memory.load(self.rank, self.rank if owner is None else owner, place)
+
+    def store(self, owner: int, place: Place, value: int, *, release: bool = False) -> None:
+        self.memory.store(self.rank, owner, place, value, release=release)
+
+    def push(self, number: int) -> Iterator[None]:
+        half, early = self.pushes % self.protocol.halves, self.protocol.early_clear
+        self.pushes += 1
+        slots = [(peer, item, ("slot", half, peer, item)) for item in range(ITEMS) for peer in self.peers]
+        for _, _, slot in slots if early else ():
+            self.store(self.rank, slot, 0)
+            yield
+        for peer, item, _ in slots:
+            self.store(peer, ("slot", half, self.rank, item), self.value_of(self.rank, number, item))
+            yield
+        for peer, item, slot in slots:
+            while not (found := self.load(slot)):
+                yield
+            assert found == self.value_of(peer, number, item), "another push's row"
+            if not early:
+                self.store(self.rank, slot, 0)
+            yield
+
+    def pull(self, number: int) -> Iterator[None]:
+        yield from self.write_product(number)
         for item in range(ITEMS):
-            memory.store(rank, rank, ("slot", half, item), 0)
+            self.sum_item(number, item)
             yield
-    for item in range(ITEMS):
-        memory.store(rank, peer, ("slot", half, item), value_of(rank, number, item))
-        yield
-    for item in range(ITEMS):
-        while not (found := memory.load(rank, rank, ("slot", half, item))):
+
+    def own(self, number: int) -> Iterator[None]:
+        yield from self.write_product(number)
+        for item in range(ITEMS):
+            if item % self.ranks == self.rank:
+                self.sum_item(number, item)
+                for owner in range(self.ranks):
+                    self.store(owner, ("norm", item), self.value_of(0, number, item))
+                    yield
+        self.memory.end_launch(self.rank)
+        if self.protocol.meets_again:
+            yield from self.meet()
+        for item in range(ITEMS):
+            assert self.load(("norm", item)) == self.value_of(0, number, item), "a norm that is not there"
             yield
-        assert found == value_of(peer, number, item), "another push's row"
-        if not protocol.early_clear:
-            memory.store(rank, rank, ("slot", half, item), 0)
-        yield
-    memory.end_launch(rank)
 
+    def write_product(self, number: int) -> Iterator[None]:
+        self.turn += 1
+        for item in range(ITEMS):
+            place = ("product", self.turn % self.protocol.buffers, item)
+            self.store(self.rank, place, self.value_of(self.rank, number, item))
+            yield
+            if not self.protocol.flags_last and not item:
+                self.send_flags()
+        self.memory.end_launch(self.rank)
+        if self.protocol.meets:
+            yield from self.meet(sent=not self.protocol.flags_last)
 
-def pull(memory: Memory, protocol: Protocol, rank: int, number: int, count: int) -> Iterator[None]:
-    peer, buffer = 1 - rank, count % protocol.buffers
-    for item in range(ITEMS):
-        memory.store(rank, rank, ("product", buffer, item), value_of(rank, number, item))
-        yield
-        if not protocol.flags_last and not item:
-            memory.store(rank, peer, ("flag",), count + 1)
-    memory.end_launch(rank)
-    if protocol.flags_last:
-        memory.store(rank, peer, ("flag",), count + 1, release=True)
-    while protocol.meets and memory.load(rank, rank, ("flag",)) < count + 1:
-        yield
-    for item in range(ITEMS):
-        found = memory.load(rank, peer, ("product", buffer, item))
-        assert found == value_of(peer, number, item), "a product that is not there yet, or no more"
-        yield
-    memory.end_launch(rank)
+    def sum_item(self, number: int, item: int) -> None:
+        for sender in range(self.ranks):
+            found = self.load(("product", self.turn % self.protocol.buffers, item), sender)
+            assert found == self.value_of(sender, number, item), "a product that is not there yet, or no more"
 
+    def meet(self, *, sent: bool = False) -> Iterator[None]:
+        if not sent:
+            self.send_flags()
+        self.epoch += 1
+        while any(self.load(("flag", peer)) < self.epoch for peer in self.peers):
+            yield
 
-def run_rank(memory: Memory, protocol: Protocol, rank: int, ways: str) -> Iterator[None]:
-    counts = dict.fromkeys("<>", 0)
-    for number, way in enumerate(ways):
-        yield from (push if way == ">" else pull)(memory, protocol, rank, number, counts[way])
-        counts[way] += 1
+    def send_flags(self) -> None:
+        for peer in self.peers:
+            self.store(peer, ("flag", self.rank), self.epoch + 1, release=self.protocol.flags_last)
 
 
 def run_model(protocol: Protocol, seed: int) -> None:
     """One order of everything. AssertionError for wrong values and for ranks that wait for ever."""
     chance = random.Random(seed)
-    ways, memory = "".join(chance.choices("<>", k=EXCHANGES)), Memory(chance)
-    ranks = [run_rank(memory, protocol, rank, ways) for rank in range(RANKS)]
-    weights, steps = chance.choice([(1, 1, 1), (8, 1, 1), (1, 8, 2), (4, 4, 1)]), 0
+    ways, memory, count = "".join(chance.choices("<>o", k=EXCHANGES)), Memory(chance), chance.choice((2, 2, 3))
+    ranks, steps = [Rank(memory, protocol, rank, count).run(ways) for rank in range(count)], 0
+    weights = [chance.choice((1, 1, 4, 8)) for _ in range(count + 1)]
     while ranks:
         steps += 1
         assert steps < MOST_STEPS, "ranks wait for ever"
-        turn = chance.choices(range(3), weights)[0]
-        if turn == 2 or turn >= len(ranks):
+        turn = chance.choices(range(count + 1), weights)[0]
+        if turn >= len(ranks):
             if memory.on_way:
                 memory.deliver(chance.randrange(len(memory.on_way)))
             continue
@@ -140,7 +190,16 @@ def test_the_protocol_has_no_race() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"halves": 1}, {"early_clear": True}, {"buffers": 1}, {"flags_last": False}, {"meets": False}], ids=str
+    "change",
+    [
+        {"halves": 1},
+        {"early_clear": True},
+        {"buffers": 1},
+        {"flags_last": False},
+        {"meets": False},
+        {"meets_again": False},
+    ],
+    ids=str,
 )
 def test_planted_races_are_found(change: dict[str, Any]) -> None:
     assert find_race(replace(Protocol(), **change), 500) is not None

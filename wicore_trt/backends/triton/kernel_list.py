@@ -42,6 +42,7 @@ from wicore_trt.plugins.kernels.page_digest import page_digest_spec
 from wicore_trt.plugins.kernels.step_specs import (
     NormShape,
     add_norm_spec,
+    collect_spec,
     embed_norm_spec,
     gather_spec,
     meet_spec,
@@ -121,10 +122,10 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
 
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
         def spec_for(prefix: str, rows: int) -> KernelSpec:
-            warps, pushed = norm_config(target, rows, hidden).num_warps, prefix == roles.PUSH
-            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, pushed=pushed)
+            warps, given = norm_config(target, rows, hidden).num_warps, {"way": prefix[:-1]}
+            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, **given)
 
-        ways = roles.RANKED if shape.ranks > 1 else ("",)
+        ways = roles.RANKED[: min(shape.ranks, 3)] if shape.ranks > 1 else ("",)
         listed = [(role._replace(operation=way + role.operation), partial(spec_for, way)) for way in ways]
         return [each for way in listed for each in _merge_buckets(*way)]
 
@@ -155,6 +156,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     if shape.ranks > 1:
         listed.append(ListedKernel(roles.MEET, ANY, meet_spec(shape.ranks)))
         listed.append(ListedKernel(roles.GATHER_COLUMNS, ANY, gather_spec(shape.ranks, spec.vocab_size)))
+    if shape.ranks > 2:
+        listed.append(ListedKernel(roles.COLLECT_ROWS, ANY, collect_spec(shape.ranks, hidden)))
     if shape.most_narrow_rows(target):
         listed.append(ListedKernel(roles.QUANTIZE_ACT, ANY, quantize_parts_spec(wide, shape.dtype, native=native)))
         narrow_rows = NormShape(hidden, shape.dtype, True, native)

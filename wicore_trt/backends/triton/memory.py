@@ -42,6 +42,7 @@ class StepLimits:
 class StepMemory:
     """Buffers by content; [tokens, ...] unless said otherwise.
 
+    `residual` is empty where peers read it: there it lies in the memory of ranks.
     `wide` holds qkv, gate and up, or the output of o and down in turn: float32, or bfloat16 where products give that.
     `dequantized` holds one layer's weights for cuBLAS where they have 4 bits.
     `largest` holds the largest values of rows of gate * up until they are quantised (`kernels.linear_quantize`).
@@ -66,7 +67,8 @@ class StepMemory:
         spec, dtype, tokens = shape.spec, TORCH_DTYPES[shape.dtype], limits.tokens
         q_size = shape.linear_shape("o").k
         self.limits = limits
-        self.residual = empty((tokens, spec.hidden_size), torch.float32)
+        owned = make_exchange_layout(shape, table.target, limits, invariant=invariant).owns_rows
+        self.residual = empty((0 if owned else tokens, spec.hidden_size), torch.float32)
         self.x = empty((tokens, spec.hidden_size), dtype)
         self.q = empty((tokens + spare_queries, q_size), dtype)
         self.attended = empty((tokens, q_size), dtype)

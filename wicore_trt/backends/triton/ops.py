@@ -39,7 +39,7 @@ from wicore_trt.checkpoint.names import kv_scale_name, weight_minimum_name, weig
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, LM_HEAD, layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL, LayerGroup
 from wicore_trt.plugins import decode_layout, exchange_layout, linear_layout, step_layout
-from wicore_trt.plugins.exchange_layout import ExchangeLayout
+from wicore_trt.plugins.exchange_layout import LOGITS, NORMED, NORMED_SCALES, RESIDUAL, ExchangeLayout
 from wicore_trt.plugins.launch import Launcher
 from wicore_trt.plugins.layout import Launch, Pool, Slices, Tables
 from wicore_trt.runtime.dtypes import TORCH_DTYPES
@@ -118,6 +118,25 @@ class TritonModel:
         return {"peers": peers.addresses.data_ptr(), "rank": peers.rank, "failed": peers.failed.data_ptr()}
 
     @cached_property
+    def residual(self) -> torch.Tensor:
+        """float32 [tokens, H]."""
+        residual, tokens = self.memory.residual, self.memory.limits.tokens
+        return self.view_shared(RESIDUAL, residual.dtype, tokens) if self.owns else residual
+
+    @property
+    def owns(self) -> bool:
+        """Tell whether rows of large steps have owners."""
+        return self.peers is not None and self.shared.owns_rows
+
+    def view_shared(self, part: int, dtype: torch.dtype, rows: int, columns: int | None = None) -> torch.Tensor:
+        """View the beginning of one of the parts of `ExchangeLayout.part_offsets` of this rank; columns are H, or as
+        given."""
+        assert self.peers is not None
+        begin, columns = self.shared.part_offsets[part], columns or self.shape.spec.hidden_size
+        flat = self.peers.own[begin : begin + rows * columns * dtype.itemsize]
+        return flat.view(dtype).view(rows, columns)
+
+    @cached_property
     def embedding_scale(self) -> float:
         """Scale rounded to the embedding's type, as transformers does."""
         return float(torch.tensor(self.shape.spec.embedding_scale).to(TORCH_DTYPES[self.shape.dtype]))
@@ -165,7 +184,7 @@ class TritonOps:
         self._model, self._step, self._measured, self._spec = model, step, measured, model.shape.spec
         self._memory, self._plan, self._n = model.memory, step.plan, step.plan.tokens
         self._groups, self._product = model.groups, model.choose_product("qkv", self._n)
-        self._residual, self._gather = model.memory.residual, step.sample_rows
+        self._residual, self._gather = model.residual, step.sample_rows
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
@@ -287,15 +306,13 @@ class TritonOps:
     def add_norm(self, residual: Value, x: Value, post_weight: str, next_weight: str) -> tuple[Value, Value]:
         """Add and norm; behind the last layer only the sampled rows go on. The residual returned is the step's, of
         fewer rows than the caller's where the step went on with its sampled rows."""
-        model, last, way = self._model, next_weight == FINAL_NORM, ""
-        if (
-            model.peers is not None
-        ):  # ranks meet even where nothing is sampled: the next step writes what this one reads
-            last, way = last and self._plan.sampled > 0, roles.PULL if self._pulls else roles.PUSH
-        if way == roles.PULL:
-            model.launch_kernel(model.find_kernel(roles.MEET, self._n), exchange_layout.meet_launch(model.ranked))
+        model, last, way = self._model, next_weight == FINAL_NORM, self._way
+        if way:  # ranks meet even where nothing is sampled: the next step writes what this one reads
+            last = last and self._plan.sampled > 0
+        if way in roles.RANKED[1:]:
+            self._meet()
         rows = self._plan.sampled if last else self._n
-        out = Value(self._memory.head_in[:rows]) if last else self._norm_output()
+        out = self._norm_output(sampled=last)
         call = step_layout.add_norm_launch(
             self._residual.data_ptr(),
             x.rows.data_ptr(),
@@ -308,6 +325,8 @@ class TritonOps:
         )
         role = roles.step_role(way + ("final_norm" if last else "add_norm"), self._product)
         model.launch_kernel(model.find_kernel(role, self._n), call)
+        if way == roles.OWN:
+            self._meet()
         return residual, out
 
     def geglu(self, gate_up: Value) -> Value:
@@ -335,13 +354,13 @@ class TritonOps:
     def logits(self, x: Value) -> Value:
         """Compute logits without soft-capping: the sampler caps the values that it reads."""
         model, rows, logits = self._model, self._plan.sampled, self._memory.logits[: self._plan.sampled]
-        out = logits if model.peers is None else self._view_shared(2, torch.float32, rows, self._spec.vocab_size)
+        out = logits if model.peers is None else model.view_shared(LOGITS, logits.dtype, rows, self._spec.vocab_size)
         if rows and model.choose_product("head", rows) == roles.KERNEL:
             self._launch_linear("head", x, LM_HEAD, out, 1.0)
         elif rows:
             triton_products.float_mm(x.rows, model.weights[LM_HEAD], out)
         if rows and model.peers is not None:
-            model.launch_kernel(model.find_kernel(roles.MEET, rows), exchange_layout.meet_launch(model.ranked))
+            self._meet()
             entry, arrays = model.find_kernel(roles.GATHER_COLUMNS, rows), (out.data_ptr(), logits.data_ptr())
             model.launch_kernel(
                 entry, exchange_layout.gather_launch(entry.kernel.constants, *arrays, rows, model.ranked)
@@ -365,16 +384,17 @@ class TritonOps:
             self._model.launch_kernel(entry, calls[role])
 
     @property
-    def _pulls(self) -> bool:
-        """Tell whether ranks read each other's products, instead of pushing rows."""
-        return self._model.peers is not None and (self._model.invariant or self._n > exchange_layout.PUSHED_ROWS)
+    def _way(self) -> str:
+        """Choose how ranks sum rows: one of RANKED, "" for one rank."""
+        if self._model.peers is None:
+            return ""
+        if self._n > exchange_layout.PUSHED_ROWS:
+            return roles.OWN if self._model.owns else roles.PULL
+        return roles.PULL if self._model.invariant else roles.PUSH
 
-    def _view_shared(self, part: int, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-        """View the beginning of one of the parts of `ExchangeLayout.product_offsets` of this rank."""
-        assert self._model.peers is not None
-        begin = self._model.shared.product_offsets[part]
-        flat = self._model.peers.own[begin : begin + rows * columns * dtype.itemsize]
-        return flat.view(dtype).view(rows, columns)
+    def _meet(self) -> None:
+        model = self._model
+        model.launch_kernel(model.find_kernel(roles.MEET, ANY), exchange_layout.meet_launch(model.ranked))
 
     def _query_rows(self, layer: int) -> torch.Tensor:
         memory, tokens = self._memory, self._plan.tokens
@@ -385,7 +405,12 @@ class TritonOps:
     def _keep_sampled(self, attended: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Continue with the sampled rows alone; the rest of the last layer is a step of that many rows."""
         memory, tokens, rows = self._memory, self._n, self._plan.sampled
-        torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
+        if self._way == roles.OWN:
+            arrays = self._residual.data_ptr(), self._gather, memory.sampled_residual.data_ptr()
+            call = exchange_layout.collect_launch(*arrays, rows, self._model.ranked)
+            self._model.launch_kernel(self._model.find_kernel(roles.COLLECT_ROWS, ANY), call)
+        else:
+            torch.index_select(self._residual[:tokens], 0, sampled, out=memory.sampled_residual[:rows])
         torch.index_select(attended, 0, sampled, out=memory.q[:rows])
         self._residual, self._gather, self._n = memory.sampled_residual, memory.counting.data_ptr(), rows
         self._product = self._model.choose_product("qkv", rows)
@@ -477,17 +502,26 @@ class TritonOps:
         model.launch_kernel(entry, call)
         return out
 
-    def _norm_output(self) -> Value:
-        if self._product.rows == roles.NARROW:
-            return self._narrow_value(self._spec.hidden_size)
-        return Value(self._memory.x[: self._n])
+    def _norm_output(self, *, sampled: bool = False) -> Value:
+        """View memory for the norm of all rows, or of the sampled ones for the head; owners of rows write into that
+        of their peers."""
+        memory, hidden, owned = self._memory, self._spec.hidden_size, self._way == roles.OWN
+        if sampled:
+            rows, shared = self._plan.sampled, self._model.view_shared
+            return Value(shared(NORMED, memory.x.dtype, rows) if owned else memory.head_in[:rows])
+        if self._product.rows != roles.NARROW:
+            return Value(self._cached_view(memory.x.dtype, hidden, NORMED) if owned else memory.x[: self._n])
+        if not owned:
+            return self._narrow_value(hidden)
+        scales = self._cached_view(torch.float32, 1, NORMED_SCALES).view(-1)
+        return Value(self._cached_view(torch.uint8, hidden, NORMED), scales)
 
     def _narrow_value(self, columns: int) -> Value:
         return Value(self._cached_view(torch.uint8, columns), self._memory.scales[: self._n])
 
     def _wide_rows(self, columns: int, role: str) -> torch.Tensor:
         """View memory for the product of `role`: where peers pull it, their own."""
-        part = SUMMED.index(role) if role in SUMMED and self._pulls else None
+        part = SUMMED.index(role) if role in SUMMED and self._way in roles.RANKED[1:] else None
         dtype = torch.bfloat16 if self._product.results == "bfloat16" else torch.float32
         return self._cached_view(dtype, columns, part)
 
@@ -495,7 +529,7 @@ class TritonOps:
         """View part of the step's memory. Layers share views, because making one costs as much as a launch."""
         key = (self._n, columns, dtype, part)
         if key not in self._views:
-            view = self._memory.view_rows if part is None else partial(self._view_shared, part)
+            view = self._memory.view_rows if part is None else partial(self._model.view_shared, part)
             self._views[key] = view(dtype, self._n, columns)
         return self._views[key]
 

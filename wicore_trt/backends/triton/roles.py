@@ -69,9 +69,9 @@ PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole(
 ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
 PREFILL_IMAGES = KernelRole("prefill", variant=IMAGES)
 SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
-RANKED = PUSH, PULL = "push_", "pull_"
-"""Prefixes of norms that sum their rows over ranks: few rows are pushed, many pulled."""
-MEET, GATHER_COLUMNS = KernelRole("meet"), KernelRole("gather_columns")
+RANKED = PUSH, PULL, OWN = "push_", "pull_", "own_"
+"""Prefixes of norms that sum their rows over ranks: few are pushed, many pulled; above two ranks by their owners."""
+MEET, GATHER_COLUMNS, COLLECT_ROWS = map(KernelRole, ("meet", "gather_columns", "collect_rows"))
 SCAN, CHOOSE = KernelRole("scan"), KernelRole("choose")
 DRAWING = {
     **{operation: KernelRole(operation, variant=SAMPLED) for operation in ("scan", "choose")},

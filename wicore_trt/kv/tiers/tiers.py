@@ -212,7 +212,7 @@ class LowerTiers:
         or it would be waited for for ever."""
         mailbox, broken = self.movers.mailbox, self.movers.copier.broken
         if broken is not None:
-            raise RuntimeError("Copies of KV pages failed on the device.") from broken
+            raise RuntimeError(f"Copies of KV pages failed: {broken}.") from broken
         try:
             way, report = mailbox.get(timeout=timeout_s) if timeout_s else mailbox.get_nowait()
             while True:
