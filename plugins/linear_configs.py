@@ -130,16 +130,18 @@ def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
 
 
 def _fill_gpu(shape: LinearShape, config: LinearConfig) -> LinearConfig:
-    """Split sums so that a rank's part keeps most of a GPU busy, but into no more parts than there are. Gate and up of
-    widened E4M3 weights, bound by widening, take smaller blocks instead: else a third of a GPU idles at the end."""
+    """Split sums so that a rank's part keeps most of a GPU busy, but into no more parts than there are. Gate and up
+    take smaller blocks; of widened E4M3 weights, bound by widening, also where a third of a GPU idled at the end."""
     parts, splits = div_ceil(shape.k, config.block_k), config.splits
     while splits > 1 and div_ceil(parts, splits) * (splits - 1) >= parts:
         splits -= 1
-    widens = config.kind == "matrix" and shape.geglu and shape.weights.fp8 and not shape.fp8_input
-    if widens and config.count_blocks(shape) < PROGRAMS and config.block_n == 64:
+    halves = config.kind == "matrix" and shape.geglu and not shape.fp8_input and config.block_n == 64
+    if halves and config.count_blocks(shape) < (PROGRAMS if shape.weights.fp8 else PROGRAMS // 2):
         config = replace(config, block_n=32)
-    few = config.kind != "vector" and not shape.geglu and config.count_blocks(shape) * splits < PROGRAMS // 4
-    return replace(config, splits=2 * splits if few and parts >= 16 and parts % 2 == 0 else splits)
+    splits_more = config.kind != "vector" and not shape.geglu
+    while splits_more and config.count_blocks(shape) * splits < PROGRAMS // 4 and parts >= 16 * splits:
+        splits *= 2
+    return replace(config, splits=splits)
 
 
 def choose_by_rule(shape: LinearShape, bucket: int) -> LinearConfig:

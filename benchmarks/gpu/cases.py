@@ -78,10 +78,14 @@ CONFIGS = {
             2,
         ),
         EngineConfig("q4_0-tp2", "27B Q4_0 weights, TP 2", "gemma3-27b", "q4_0", "auto", (1, 8, 32), None, 2),
+        EngineConfig("bf16-tp4", "27B BF16, TP 4", "gemma3-27b", "bfloat16", "auto", (1, 32), ("none", "auto"), 4),
+        EngineConfig(
+            "fp8-tp4", "27B FP8 weights, TP 4", "gemma3-27b", "fp8", "auto", (1, 32), ("fp8_per_channel", "auto"), 4
+        ),
         EngineConfig("fp16", "27B FP16", "gemma3-27b", "float16", "auto", (1, 32), None),
     )
 }
-PEER_ORDER = ("fp8", "bf16", "q4_0", "fp8kv", "270m", "fp8-tp2", "bf16-tp2")
+PEER_ORDER = ("fp8", "bf16", "q4_0", "fp8kv", "270m", "fp8-tp2", "bf16-tp2", "fp8-tp4", "bf16-tp4")
 
 DECODE, PREFILL, OFFLINE = "decode", "prefill", "offline"
 """A step in which all sequences decode; all prompts to their first tokens; all prompts with OUTPUT tokens each."""
@@ -111,6 +115,12 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
     ("bf16-tp2", PREFILL, 32): (1420.0, 1250.0),
     ("fp8-tp2", PREFILL, 1): (34.0, 28.0),
     ("fp8-tp2", PREFILL, 32): (900.0, 780.0),
+    ("bf16-tp4", DECODE, 1): (6.75, 5.8),
+    ("bf16-tp4", DECODE, 32): (9.3, 8.1),
+    ("fp8-tp4", DECODE, 1): (5.1, 3.9),
+    ("fp8-tp4", DECODE, 32): (7.7, 6.5),
+    ("bf16-tp4", PREFILL, 32): (850.0, 720.0),
+    ("fp8-tp4", PREFILL, 32): (580.0, 480.0),
     ("bf16", PREFILL, 1): (85.0, 78.0),
     ("fp8", PREFILL, 1): (55.0, 46.0),
     ("q4_0", PREFILL, 1): (90.0, 80.0),
@@ -123,7 +133,7 @@ GOALS: dict[tuple[str, str, int], tuple[float, float]] = {
 START_GOALS = (25000.0, 15000.0)
 """The same, from the start of the process to serving."""
 GOALS_GPU = "H100"
-SPLIT = ("bf16-tp2", "fp8-tp2", "q4_0-tp2")
+SPLIT = ("bf16-tp2", "fp8-tp2", "bf16-tp4", "fp8-tp4", "q4_0-tp2")
 """Configurations of several GPUs."""
 FIGURES = (
     *(
@@ -131,7 +141,7 @@ FIGURES = (
         for name in ("bf16", "fp16", "fp8", "q4_0", "fp8kv", "270m", *SPLIT)
         for batch in CONFIGS[name].batches
     ),
-    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8", "q4_0", *SPLIT[:2])),
+    *((name, PREFILL, batch) for batch in (1, 32) for name in ("bf16", "fp8", "q4_0", *SPLIT[:4])),
     ("bf16", OFFLINE, 32),
     ("fp8", OFFLINE, 64),
 )
@@ -214,6 +224,8 @@ PEER_START_S = {
     "fp8kv": 110.0,
     "270m": 40.0,
     "bf16-tp2": 110.0,
+    "bf16-tp4": 110.0,
+    "fp8-tp4": 130.0,
     "fp8-tp2": 130.0,
 }
 CHECK_S, STARTUP_S, BOUNDS_S = 45.0, 45.0, 6.0

@@ -18,7 +18,7 @@ from wicore_trt.plugins.linear_layout import (  # noqa: E402
     linear_launch,
     partials_bytes,
 )
-from wicore_trt.weight_format import FP8, FP16, WeightFormat  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16, WeightFormat  # noqa: E402
 
 SHAPE = LinearShape(100, 80, "bfloat16", FP8, "float32")
 
@@ -64,6 +64,11 @@ def test_parts_of_a_measured_layer_take_its_configuration() -> None:
             assert replace(found, splits=config.splits) == config
     gate_up = LinearShape(10752, 5376, "bfloat16", FP8, "bfloat16", geglu=True)
     assert linear_config("sm90", gate_up, 8).block_n == 32
+    quarters = (2048, FP8, 8, "float32"), (5376, BF16, 32, "bfloat16")
+    found = [
+        linear_config("sm90", LinearShape(n, 5376, "bfloat16", w, out, geglu=n == 5376), t) for n, w, t, out in quarters
+    ]
+    assert found[0].splits == 2 and found[1].block_n == 32
     half = LinearShape(4096, 5376, "bfloat16", FP8, "float32")
     assert linear_config("sm90", half, 32).splits == 2 and linear_config("sm90", half, 16).splits == 1
 
