@@ -101,7 +101,8 @@ class BenchmarkRank:
         warps = norm_config(self.device.target, rows, HIDDEN).num_warps
         if way in ("pull", "own"):
             self.meet()
-        shape, several = NormShape(HIDDEN, DTYPE, fp8, fp8), {"ranks": self.ranks, "way": way} if way else {}
+        shape = NormShape(HIDDEN, DTYPE, fp8, fp8)
+        several: dict[str, Any] = {"ranks": self.ranks, "way": way} if way else {}
         self.launch(
             f"{way} {dtype} {warps} {fp8}", lambda: add_norm_spec(shape, warps, x_dtype=dtype, **several),
             lambda _: step_layout.add_norm_launch(

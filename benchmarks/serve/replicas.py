@@ -105,7 +105,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=256, help="a replica")
     parser.add_argument("--prompts", default="256,512,1024")
-    parser.add_argument("--outputs", default="128,256")
+    parser.add_argument("--outputs", default="16,48,96,160,256,384", help="mixed, so that no waves end together")
     parser.add_argument("--kv-bytes", default="30GiB")
     parser.add_argument("--conversations", type=int, default=24, help="0: no affinity")
     parser.add_argument("--turns", type=int, default=6)

@@ -4,7 +4,7 @@
 
 Checks every variant against float64 (exit status 1 on a mismatch), then times configurations for the layers of Gemma 3
 27B (`--small`: 270M) with CUDA graphs over cold weights, and prints per layer and number of rows the best one beside
-its bound (bytes of weights / 3.0 TB/s), cuBLAS, and the lines of `plugins.linear_configs.MEASURED`. What fails to
+its bound (bytes of weights / 3.0 TB/s), cuBLAS, and the lines of `plugins.linear_configs`. What fails to
 compile or run is reported and left out; a configuration whose result is wrong makes the status 1.
 
 Needs a GPU from sm89 on, torch, triton and cuda-bindings. Invariant: every figure printed belongs to a launch whose
@@ -244,10 +244,16 @@ def print_summary(sweep: Sweep, shapes: dict[tuple[str, str], LinearShape], coun
                 total = sum(counts[layer] * t.microseconds for layer, t in times.items() if t) / 1000
                 least = sum(c * shapes[kind, y].weight_bytes for y, c in counts.items() if y != "head")
                 print(f"{kind:5} {rows:5} rows: {total:7.2f} ms, bound {least / PEAK_BYTES_PER_S * 1e3:.2f} ms")
-    print("\nFor plugins/linear_configs.py, MEASURED:")
-    for row in sorted(sweep.best):
-        if row[2] in ROWS[row[0]]:
-            print(f"    {config_key(sweep.target, shapes[row[:2]], row[2])}: {sweep.best[row].config},")
+    print("\nFor the table of plugins/linear_configs.py:")
+    table: dict[Any, list[tuple[int, ...]]] = {}
+    for row in sorted(row for row in sweep.best if row[2] in ROWS[row[0]]):
+        key, c = config_key(sweep.target, shapes[row[:2]], row[2]), sweep.best[row].config
+        sizes = (c.block_n, c.block_k, c.columns, c.splits, c.num_warps, c.num_stages, c.unroll)
+        table.setdefault(key[1:5], []).append((key[5], *sizes))
+        if (c.kind == "vector") != (key[5] == 1) and row[0] != "w4":
+            print(f"    no line can say that {row} is {c.kind}")
+    for layer, found in table.items():
+        print(f"    {layer}: {(*found,)},")
 
 
 def measure_linears(options: argparse.Namespace, pool: ProcessPoolExecutor) -> int:
