@@ -238,7 +238,7 @@ def test_groups_of_layers_must_be_alike() -> None:
 
     plain = builtin_spec("gemma3-270m")
     spec = UnlikeSpec(**{f.name: getattr(plain, f.name) for f in fields(plain)})
-    checkpoint: Any = SimpleNamespace(spec=spec, dtype="bfloat16", weights=BF16)
+    checkpoint: Any = SimpleNamespace(spec=spec, dtype="bfloat16", weights=BF16, tp_size=1)
     options: Any = SimpleNamespace(kv_dtype_of=lambda *_, **__: "bfloat16", targets=("sm89",))
 
     def build() -> None:
