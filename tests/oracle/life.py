@@ -127,7 +127,7 @@ class Life:
         try:
             work()
         except RuntimeError as error:
-            if self.stack.copier.broken is None or "on the device" not in str(error):
+            if self.stack.copier.broken is None or "Copies of KV pages failed" not in str(error):
                 raise
             self.counts["copier broke"] += 1
             self._crash()
