@@ -89,15 +89,14 @@ class Soak:
 
 
 def measure_memory(pids: list[int]) -> list[int]:
-    """Measure bytes in use: of each GPU, then of each process."""
+    """Measure bytes in use: of each GPU that this process may use, then of each process."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    gpus = (
-        [int(line) << 20 for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
-        if which("nvidia-smi")
-        else []
-    )
+    query += [f"--id={gpus}"] if (gpus := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
+    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout if which("nvidia-smi") else ""
     page = resource.getpagesize()
-    return gpus + [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids]
+    return [int(line) << 20 for line in said.split()] + [
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids
+    ]
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.serve.replicas ENGINE [--replicas 2] [--device cpu] [--open 96] [--conversations 24]
 
-`throughput`: `wicore serve --replicas N` and `wicore bench serve` against its gRPC port, N of 1 and --replicas in turn,
-with requests in proportion to N. `affinity`: conversations whose turns the server
+`throughput`: `wicore serve --replicas N` under N processes of `wicore bench serve`, with N of 1, on each GPU in turn,
+and of --replicas. Requests never run out, since replicas whose last ones end at different times would look slower.
+`affinity`: conversations whose turns the server
 sends where it wants, and then conversations of which the client names the replicas in turn; cached and computed tokens
 are those that the server tells. It must not know how replicas are chosen. Invariant: every request must give the tokens
 that were asked for, or the run fails.
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +29,39 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from benchmarks.common import installed, say
 from benchmarks.serve.on_gpu import server
+from wicore_trt import Client
+from wicore_trt.process.replicas import find_gpus
 
 WORDS = (8, 60)
 """Token ids of prompts, which any vocabulary has."""
 
 
-def measure_throughput(given: argparse.Namespace, replicas: int) -> dict[str, Any]:
-    """Output tokens a second of a closed loop."""
-    with server(given, server__replicas=replicas) as address:
+def measure_throughput(given: argparse.Namespace, replicas: int, gpu: str | None) -> dict[str, Any]:
+    """Tokens a second between two moments of an endless closed loop, by what the engines have counted, and the share of
+    that time in which they stepped. One replica takes `gpu`."""
+    with server(given, server__replicas=replicas, executor__devices=gpu) as address, Client(address) as client:
         command = [sys.executable, "-m", "wicore_trt", "bench", "serve", "--target", address, "--rate", "inf"]
-        command += ["--max-concurrency", str(replicas * given.open), "--requests", str(replicas * given.requests)]
-        command += [
-            "--json",
-            "--input-tokens",
-            given.prompts,
-            "--output-tokens",
-            given.outputs,
-            "--warmups",
-            str(8 * replicas),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"wicore bench serve ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    [result] = json.loads(done.stdout)["results"]
-    if result["failed"] or result["refused"]:
-        raise RuntimeError(f"{result['failed']} requests failed, {result['refused']} were refused")
-    row = {"replicas": replicas, "output_tok_per_s": result["output"]["value"]}
-    return row | {f"{name}_p50": result[name]["p50"] for name in ("ttft", "tpot")}
+        command += ["--max-concurrency", str(given.open), "--requests", str(given.requests), "--warmups", "0"]
+        command += ["--input-tokens", given.prompts, "--output-tokens", given.outputs]
+        loads = [subprocess.Popen([*command, "--seed", str(i)], stdout=subprocess.DEVNULL) for i in range(replicas)]
+        try:
+            time.sleep(given.warm_s)
+            before, begun = client.stats(), time.monotonic()
+            time.sleep(given.seconds)
+            after, took = client.stats(), time.monotonic() - begun
+            if any(load.poll() is not None for load in loads):
+                raise RuntimeError("a client ended before its time: give it more --requests")
+        finally:
+            for load in loads:
+                load.kill()
+                load.wait()
+    if wrong := {why: n for why, n in after.requests_finished.items() if why != "length"}:
+        raise RuntimeError(f"requests ended otherwise: {wrong}")
+    steps, busy = after.steps - before.steps, after.step_seconds - before.step_seconds
+    tokens = after.generated_tokens - before.generated_tokens
+    row = {"replicas": replicas, "gpu": gpu, "output_tok_per_s": tokens / took}
+    row["prompt_tok_per_s"] = (after.prompt_tokens - before.prompt_tokens) / took
+    return row | {"step_ms": 1e3 * busy / steps, "stepping": busy / took / replicas, "running": after.requests_running}
 
 
 async def converse(address: str, given: argparse.Namespace, by_turns: bool) -> dict[str, Any]:
@@ -99,11 +107,15 @@ def main() -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=1, help="of each number of replicas")
+    parser.add_argument(
+        "--runs", type=int, default=2, help="of each number of replicas; as many as GPUs, since these differ"
+    )
     parser.add_argument(
         "--open", type=int, default=96, help="requests that are open at a time, a replica; 0: no throughput"
     )
-    parser.add_argument("--requests", type=int, default=256, help="a replica")
+    parser.add_argument("--requests", type=int, default=4000, help="a replica; more than the time is enough for")
+    parser.add_argument("--warm-s", type=float, default=15.0, help="until tokens count")
+    parser.add_argument("--seconds", type=float, default=30.0, help="in which they do")
     parser.add_argument("--prompts", default="256,512,1024")
     parser.add_argument("--outputs", default="16,48,96,160,256,384", help="mixed, so that no waves end together")
     parser.add_argument("--kv-bytes", default="30GiB")
@@ -117,12 +129,13 @@ def main() -> None:
     given.long = 0
     document: dict[str, Any] = {"versions": installed(), "throughput": [], "affinity": []}
     if given.open:
-        for _ in range(given.runs):
-            for replicas in (1, given.replicas):
-                document["throughput"].append(measure_throughput(given, replicas))
+        gpus: Sequence[str | None] = find_gpus(given.device, given.replicas, 1) or [None]
+        for run in range(given.runs):
+            for replicas, gpu in ((1, gpus[run % len(gpus)]), (given.replicas, None)):
+                document["throughput"].append(measure_throughput(given, replicas, gpu))
                 say(str(document["throughput"][-1]))
         speed = {
-            n: statistics.median(row["output_tok_per_s"] for row in document["throughput"] if row["replicas"] == n)
+            n: statistics.mean(row["output_tok_per_s"] for row in document["throughput"] if row["replicas"] == n)
             for n in (1, given.replicas)
         }
         document["ratio"] = speed[given.replicas] / speed[1]
