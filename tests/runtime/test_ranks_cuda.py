@@ -1,4 +1,4 @@
-"""Engines of two ranks on two GPUs: the tokens of one GPU, in any company, through all tiers, and no rank left behind.
+"""Engines of two and four ranks on GPUs: the tokens of one GPU, in any company, through all tiers, and no rank left.
 
 pytest -q -s tests/runtime/test_ranks_cuda.py
 """
@@ -77,16 +77,25 @@ def answer_each(model: LLM, prompts: list[Any], params: SamplingParams) -> list[
     return [tuple(model.generate([prompt], params)[0][0].token_ids) for prompt in prompts]
 
 
+def skip_without_gpus(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "bound"),
     [("bfloat16", "auto", 0.15), ("bfloat16", "fp8", 0.3), ("fp8", "auto", 0.6), ("q4_0", "auto", 0.15)],
 )
-def test_tokens_are_those_of_one_gpu_but_for_ties(open_model: Opener, dtype: str, kv_dtype: str, bound: float) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_are_those_of_one_gpu_but_for_ties(
+    open_model: Opener, dtype: str, kv_dtype: str, bound: float, ranks: int
+) -> None:
     """Prompts of a few tokens and of more than ranks push, with images and without."""
+    skip_without_gpus(ranks)
     prompts: list[Any] = [*make_prompts(12, 3), *make_prompts(2, 4, 900)]
     prompts += [{"prompt": f"ab <start_of_image> {p[:40]}", "images": [make_image(i)]} for i, p in enumerate(prompts)]
     answers = []
-    for tp in (1, 2):
+    for tp in (1, ranks):
         with open_model(tp, dtype, kv_dtype) as model:
             answers.append(answer_all(model, prompts, GREEDY))
     same = 0
@@ -97,21 +106,24 @@ def test_tokens_are_those_of_one_gpu_but_for_ties(open_model: Opener, dtype: str
                 assert found in known and known[right] - known[found] < bound, (i, "another token, and no tie")
                 break
             same += 1
-    print(f"\n{dtype}, KV {kv_dtype}: {same} of {len(prompts) * 24} tokens before the first tie")
+    print(f"\n{dtype}, KV {kv_dtype}, {ranks} ranks: {same} of {len(prompts) * 24} tokens before the first tie")
     assert same > len(prompts) * 24 // 4
 
 
-@pytest.mark.parametrize("peer_access", [True, False])
-def test_company_tiers_and_preemption_change_no_bit(open_model: Opener, tmp_path: Path, peer_access: bool) -> None:
+@pytest.mark.parametrize(("ranks", "peer_access"), [(2, True), (2, False), (4, True)])
+def test_company_tiers_and_preemption_change_no_bit(
+    open_model: Opener, tmp_path: Path, ranks: int, peer_access: bool
+) -> None:
     """Batch-invariant: each sequence alone, and all in a crowd that the device has no room for; also without peer
     access, which must give the same bits."""
+    skip_without_gpus(ranks)
     prompts = make_prompts(40, 5, 400)
     mode = {"executor__batch_invariant": True}
-    with open_model(2, **mode) as model:
+    with open_model(ranks, **mode) as model:
         wanted = answer_each(model, prompts, GREEDY), answer_each(model, prompts, DRAWN)
     tight = {"kv__device_bytes": "2MiB", "kv__host_bytes": "64MiB", "kv__disk_path": str(tmp_path / "disk")}
     tight |= {"executor__peer_access": peer_access, "scheduler__max_context": 1024}
-    with open_model(2, **mode, **tight) as model:
+    with open_model(ranks, **mode, **tight) as model:
         for _ in range(2):  # the second time from lower tiers
             for params, right in zip((GREEDY, DRAWN), wanted, strict=True):
                 assert [tuple(found.token_ids) for found in answer_all(model, prompts, params)] == right
