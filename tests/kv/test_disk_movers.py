@@ -236,7 +236,7 @@ def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
         target = [aligned_buffer(SLOT)]
         assert store.read_page(make_page(0), (0,), target, lambda outcome: ends.append("read"))
     assert store.write_page(make_page(1), (1,), buffers([content(1, 0)]), lambda outcome: ends.append("write"))
-    wait_until(lambda: any(move.write for _, _, (move, *_) in store._mover._moves.values()))  # type: ignore[attr-defined]
+    wait_until(lambda: any(not op.urgent for op, *_ in list(store._mover._moves.values())))  # type: ignore[attr-defined]
     files.open_again.set()
     wait_until(lambda: len(ends) == 61)
     assert ends.index("write") < 24

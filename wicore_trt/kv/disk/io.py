@@ -132,7 +132,7 @@ class IoPool:
         self._nudged_at = 0.0
         self._done_at = -math.inf
         self._chore_runs = False
-        self._closing = False
+        self._closing = self._unwatched = False  # nothing waits, so the watchdog must be told of what comes
         self._elsewhere, self._threads, self._left = elsewhere, threads, 1 if elsewhere else threads
         self._ended = threading.Event()
         for number in range(self._left):
@@ -203,7 +203,8 @@ class IoPool:
     def _start_clock(self, op: DiskOperation) -> None:
         """Begin its time now."""
         op.deadline = time.monotonic() + self._timeout_s
-        if not self._waiting:
+        if self._unwatched:
+            self._unwatched = False
             self._watch.notify()
         self._waiting.pop(op, None)
         self._waiting[op] = None
@@ -296,6 +297,7 @@ class IoPool:
                 if op is None:
                     if self._closing:
                         return None
+                    self._unwatched = True
                     self._watch.wait()
                     continue
                 left = op.deadline - time.monotonic()

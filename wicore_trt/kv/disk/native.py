@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 import threading
 from collections.abc import Callable
-from ctypes import Structure, byref, c_char, c_int64, c_uint64, c_void_p
-from functools import partial
+from ctypes import Structure, addressof, c_char, c_int64, c_uint64, c_void_p
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,12 +31,13 @@ _CORRUPT = {1: "header checksum", 2: "another page, part, slot, write, namespace
 _log = logging.getLogger(__name__)
 
 
-class _Move(Structure):
-    _fields_ = [
-        ("write", c_int64), ("parts", c_int64), ("slot_bytes", c_int64), ("places", c_void_p),
-        ("identity", ctypes.c_char_p), ("key", c_void_p), ("second_pairs", c_int64), ("page_bytes", c_int64),
-        ("expected", ctypes.c_char_p), ("records_fd", c_int64), ("record_bytes", c_int64), ("records", ctypes.c_char_p),
-    ]  # fmt: skip
+_MOVE_WORDS, _PART_WORDS, _EXPECTED = 12, 4, 16  # of wicore_disk_move and wicore_disk_part; bytes of a digest
+
+
+@cache
+def _move_format(parts: int) -> struct.Struct:
+    """A wicore_disk_move with what it points to: its parts, a digest, the identity and `s` of records."""
+    return struct.Struct(f"{_MOVE_WORDS + _PART_WORDS * parts}q")
 
 
 class _Report(Structure):
@@ -71,6 +73,7 @@ class NativeMover(PageMover):
         self._others, self._lock = SimpleQueue[tuple[PageMove, DiskOperation, Landed] | None](), threading.Lock()
         self._helpers: list[threading.Thread] = []
         self._moves: dict[int, tuple[DiskOperation, Landed, tuple[object, ...]]] = {}  # by address
+        self._key: tuple[Any, int] = None, 0
         if self._handle:
             threading.Thread(target=self._take_reports, name="wicore-disk-reports", daemon=True).start()
         return bool(self._handle)
@@ -86,21 +89,27 @@ class NativeMover(PageMover):
                     self._helpers[-1].start()
             self._others.put((move, op, landed))
             return None
-        buffers, places = [c_char.from_buffer(part) for part in move.parts], list[int]()
+        buffers, places = list(map(c_char.from_buffer, move.parts)), list[int]()
         for slot, buffer in zip(slots, buffers, strict=True):
-            places += [*self._space.locate_slot(slot), slot, ctypes.addressof(buffer)]
-        array = (c_int64 * len(places))(*places)
+            places += (*self._space.locate_slot(slot), slot, addressof(buffer))
         identity = self._format.pack_identity(move.page, 0, len(slots), slots[0], move.write_id, size)
-        given = _Move(move.write, len(slots), size, ctypes.addressof(array), identity)
-        if probe is not None:
-            given.key, given.second_pairs, given.page_bytes = keyed.words.ctypes.data, keyed.second_pairs, probe.nbytes
-            given.expected = move.expected.ljust(16, b"\0") if move.write else None
+        fd, record_bytes, records = 0, 0, b""
         if move.write:
-            found = self._index.prepare_records(move.page, slots, move.write_id, move.expires)
-            given.records_fd, given.record_bytes, given.records = found
-        self._moves[ctypes.addressof(given)] = op, landed, (given, array, buffers, keyed)
-        op.drop = partial(self._drop, given)
-        self._quick.wicore_disk_begin(self._handle, byref(given))
+            fd, record_bytes, records = self._index.prepare_records(move.page, slots, move.write_id, move.expires)
+        layout = _move_format(len(slots))
+        memory = bytearray(layout.size) + move.expected.ljust(_EXPECTED, b"\0") + identity + records
+        held = c_char.from_buffer(memory)
+        at = addressof(held)
+        behind, key, pairs, nbytes = at + layout.size, 0, 0, 0
+        if probe is not None:
+            key, pairs, nbytes = self._find_key(keyed), keyed.second_pairs, probe.nbytes
+        layout.pack_into(
+            memory, 0, move.write, len(slots), size, at + 8 * _MOVE_WORDS, behind + _EXPECTED, key, pairs, nbytes,
+            behind if move.write and key else 0, fd, record_bytes, behind + _EXPECTED + len(identity), *places,
+        )  # fmt: skip
+        self._moves[at] = op, landed, (held, buffers, keyed)
+        op.drop = partial(self._drop, at)
+        self._quick.wicore_disk_begin(self._handle, c_void_p(at))
         return None
 
     def close(self) -> None:
@@ -120,10 +129,17 @@ class NativeMover(PageMover):
             self._end(op, outcome or Outcome.FAILED)
             self._more()
 
-    def _drop(self, given: _Move) -> bool:
-        dropped = bool(self._quick.wicore_disk_drop(self._handle, byref(given)))
+    def _find_key(self, keyed: Any) -> int:
+        """Find the address of a digest's words, which numpy takes long for."""
+        known, address = self._key
+        if known is not keyed:
+            self._key = keyed, address = keyed, keyed.words.ctypes.data
+        return int(address)
+
+    def _drop(self, at: int) -> bool:
+        dropped = bool(self._quick.wicore_disk_drop(self._handle, c_void_p(at)))
         if dropped:
-            del self._moves[ctypes.addressof(given)]
+            del self._moves[at]
         return dropped
 
     def _take_reports(self) -> None:

@@ -189,14 +189,17 @@ class TierIndex:
             self._try_pin_node(node)
         return copy
 
-    def commit_copy(self, copy: TierCopy) -> None:
-        """The page is written: it can be found and read. A copy that was dropped meanwhile is freed."""
+    def commit_copy(self, copy: TierCopy, readers: int = 0) -> None:
+        """The page is written: it can be found and read, and so many do, as after `acquire_copies`. A copy that was
+        dropped meanwhile is freed."""
         if copy.state is CopyState.LOST:
             self.reclaim_slots(copy)
             return
         copy.change_state(CopyState.READY)
+        copy.readers += readers
         self.pages[copy.page.group] += 1
-        self._count_users(self._nodes[copy.page.key], -1)
+        if readers != 1:
+            self._count_users(self._nodes[copy.page.key], readers - 1)
 
     def abort_copy(self, copy: TierCopy, cause: str, *, touched: bool = False) -> None:
         """The page could not be written. `touched`: its buffers may still change, until `reclaim_slots`."""
@@ -402,6 +405,8 @@ class TierIndex:
 
     def _note_users(self, nodes: Sequence[TierNode], used: bool) -> None:
         """Tell the policies that these nodes have become busy, or are not any more."""
+        if not nodes:
+            return
         carriers = [node for node in nodes if self.primary in node.copies]
         if self._quota_slots >= self.num_slots:
             (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])

@@ -127,10 +127,12 @@ class UpTransfers:
         fetch.enter_stage(Stage.FAILED)
         fetch.inbox.append(fetch)
 
-    def answer_fetches(self, copy: TierCopy) -> None:
-        """Give a page that was just stored or read to the fetches that wait for it; it needs no second check."""
+    def answer_fetches(self, copy: TierCopy, *, held: bool = False) -> None:
+        """Give a page that was just stored or read to the fetches that wait for it; it needs no second check. `held`:
+        they hold it already."""
         for fetch in self.waiting.pop(copy.page.name, ()):
-            self._movers.host.index.acquire_copies([copy])
+            if not held:
+                self._movers.host.index.acquire_copies([copy])
             fetch.copy = copy
             self._end_fetch(fetch)
 
@@ -243,17 +245,17 @@ class UpTransfers:
         self.reading_bytes -= count
         if late or outcome is Outcome.OK:  # one that failed may have ended at once
             self.disk_rate(count, move.asked, seconds, not self.reading_bytes)
+        waited_for = copy.state is CopyState.WRITING
         if outcome is Outcome.OK:
             index.release_copies([source])
             movers.disk_traffic.read_bytes += count
             movers.disk_traffic.read_seconds += seconds
             host.mark_saved(copy)
-            host.commit_copy(copy)
+            host.commit_copy(copy, len(self.waiting.get(copy.page.name, ())) if waited_for else 0)
             if copy.ready:
                 movers.announce("host", copy.page)
-                self.answer_fetches(copy)
+                self.answer_fetches(copy, held=True)
             return
-        waited_for = copy.state is CopyState.WRITING
         if outcome is Outcome.UNWANTED:
             index.release_copies([source])
             host.abort_copy(copy, "unwanted")
@@ -348,13 +350,14 @@ class LoadPump:
         item = load.take_next_item()
         if item is None:
             return False
-        if not self._in_host(item.page):
+        here = self._in_host(item.page)
+        if not here:
             if load.reading >= self._in_flight or not self._may_ask:
                 self._may_ask = 0  # those behind it in the order would only come between
                 load.todo.appendleft(item)
                 return False
             self._may_ask -= 1
-        if self._fetch_item(load, item):
+        if self._fetch_item(load, item, here):
             load.in_flight += 1
             return True
         if self._movers.outstanding > self._movers.late:  # some move will end soon, and make room
@@ -369,9 +372,9 @@ class LoadPump:
         copy = self._host.find_copy(*page.name)
         return copy is not None and not copy.being_read
 
-    def _fetch_item(self, load: PrefixLoad, item: LoadItem) -> bool:
-        """Bring a page to host memory, if it is not there. False: there is no room just now."""
-        here, wrong = self._in_host(item.page), load.wrong[item.page.group, item.page.index]
+    def _fetch_item(self, load: PrefixLoad, item: LoadItem, here: bool) -> bool:
+        """Bring a page to host memory, if it is not `here` already. False: there is no room just now."""
+        wrong = load.wrong[item.page.group, item.page.index] if load.wrong else 0
         fetch = self._up.fetch_page(item.page, self.inbox, partial(load.is_wanted, item), wrong)
         if fetch is None:
             return False
@@ -426,7 +429,7 @@ class LoadPump:
         load.wrong[place] += 1
         if load.wrong[place] > MAX_WRONG:
             load.fail_item(item)
-        elif not self._fetch_item(load, item):
+        elif not self._fetch_item(load, item, self._in_host(item.page)):
             load.postpone_item(item)
 
     def take_arrivals(self) -> None:
