@@ -122,9 +122,12 @@ def config_key(target: str, shape: LinearShape, tokens: int) -> Key:
 
 
 def linear_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig:
-    """Choose what was measured for the layer, or for the whole layer of which it is a rank's part, else by rule."""
+    """Choose what was measured for the layer, else what fits it of the whole layer of which it is a rank's part, else
+    by rule."""
     key = target, n, k, kind, geglu, bucket = config_key(target, shape, tokens)
-    keys = [key, *((target, *s, kind, geglu, bucket) for r in (2, 4, 8) for s in ((n * r, k), (n, k * r)))]
+    if key in MEASURED:
+        return MEASURED[key]
+    keys = ((target, *s, kind, geglu, bucket) for r in (2, 4, 8) for s in ((n * r, k), (n, k * r)))
     found = next((MEASURED[whole] for whole in keys if whole in MEASURED), None)
     return _fill_gpu(shape, found) if found else choose_by_rule(shape, find_bucket(tokens))
 

@@ -63,7 +63,7 @@ LAYERS = {
 ROWS = {"w16": (1, 8, 16, 32, 64), "w8": (1, 8, 16, 32, 64), "w8x8": (16, 32, 64, 128), "w4": (1, 8, 16, 32, 64)}
 MORE_ROWS = {"w16": (2, 4, 128, 512, 1024), "w8": (2, 4), "w8x8": (1, 2, 4, 8, 512, 1024), "w4": (128, 256, 512, 1024)}
 """Timed with the best configuration of their bucket, or the library alone where there is none."""
-WORKERS = 12
+WORKERS = 20
 Row = tuple[str, str, int]
 """(kind, layer, rows)."""
 
@@ -146,11 +146,13 @@ def _check(pool: ProcessPoolExecutor, target: str, cases: list[tuple[LinearShape
 def sweep_layer(
     sweep: Sweep, pool: ProcessPoolExecutor, weights: Weights, work: Iterator[tuple[Row, LinearShape]]
 ) -> None:
-    """Time all candidates of each (kind, layer, rows); compile those of the next one meanwhile."""
+    """Time today's configuration and all candidates of each (kind, layer, rows); compile those of the next one
+    meanwhile."""
     queue: list[tuple[Row, LinearShape, dict[LinearConfig, Future[CompiledKernel | str]]]] = []
     built: dict[tuple[LinearShape, LinearConfig], Future[CompiledKernel | str]] = {}
     for row, shape in work:
-        configs = candidates(shape, row[2], sweep.quick)
+        today = linear_config(sweep.target, shape, row[2])
+        configs = dict.fromkeys([today, *candidates(shape, row[2], sweep.quick)])
         for c in configs:
             if (shape, c) not in built:
                 built[shape, c] = pool.submit(compile_linear, shape, c, sweep.target)
