@@ -164,27 +164,45 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
 
 
 def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
+    """What comes is told first, parents before children, whatever the order in which it came."""
     log = KVEventLog(1000)
-    for key in range(5):
-        for group in GROUPS:
-            log.append_stored("device", page(key, group))
-    log.append_removed("device", "local", page(0).key, "capacity")
-    log.append_removed("device", "local", page(1).key, "quota")
-    assert log.list_since(0) == [] and log.sequence == 0, "events of an unfinished step are not shown"
+    for key in (6, 7):
+        log.append_stored("device", page(key, "local"))
     log.publish_step()
-    found = log.list_since(0)
+    log.append_removed("device", "local", page(7).key, "capacity")
+    log.append_removed("device", "local", page(6).key, "quota")
+    for key in reversed(range(5)):
+        for tier in ("disk", "host"):
+            for group in reversed(GROUPS):
+                log.append_stored(tier, page(key, group))
+    log.append_removed("host", "local", page(3).key, "capacity")
+    assert log.list_since(1) == [] and log.sequence == 1, "events of an unfinished step are not shown"
+    log.publish_step()
+    found = log.list_since(1)
     assert found == [
-        Stored(1, "device", "global", tuple(page(k) for k in range(5))),
-        Stored(2, "device", "local", tuple(page(k, "local") for k in range(5))),
-        Removed(3, "device", "local", (page(0).key,), "capacity"),
-        Removed(4, "device", "local", (page(1).key,), "quota"),
+        Stored(2, "host", "global", tuple(page(k) for k in range(5))),
+        Stored(3, "disk", "global", tuple(page(k) for k in range(5))),
+        Stored(4, "host", "local", tuple(page(k, "local") for k in (0, 1, 2, 4))),
+        Stored(5, "disk", "local", tuple(page(k, "local") for k in range(5))),
+        Removed(6, "device", "local", (page(7).key,), "capacity", 0),
+        Removed(7, "device", "local", (page(6).key,), "quota", 0),
     ]
-    assert (
-        log.list_since(3) == found[3:]
-        and log.list_since(4) == []
-        and log.list_since(5) is None
-        and log.list_since(-1) is None
-    )
+    assert log.list_since(6) == found[5:] and log.list_since(7) == [] and log.list_since(8) is None
+    assert log.list_since(-1) is None
+
+
+def test_pages_without_tokens_are_told_of_apart_when_they_leave():
+    """Routers, who match by tokens, never heard of them."""
+    log = KVEventLog(1000)
+    pages = [Page(bytes([n]) * 32, "global", n, None, TENANT, b"abcd" * (n % 2)) for n in range(6)]
+    log.append_stored("device", *pages)
+    log.publish_step()
+    for one in pages:
+        log.append_removed("device", "global", one.key, "capacity")
+    log.append_removed("device", "global", b"nobody's", "capacity")
+    log.publish_step()
+    [_, gone] = log.list_since(0)
+    assert gone.named == 3 and gone.keys == tuple(pages[n].key for n in (1, 3, 5, 0, 2, 4))
 
 
 def test_what_is_kept_is_bounded_by_pages_and_an_event_by_its_own_limit(monkeypatch):

@@ -88,7 +88,7 @@ def test_only_its_own_events_wake_a_subscriber() -> None:
     assert len(calls) == 1 and feed.sequence == 1 and log.tenant_feed(MINE) is feed
     log.append_removed("host", "global", b"m" * 32, "quota")
     log.publish_step()
-    assert plain(feed)[1:] == [(2, "host", "global", (b"m" * 32,), "quota")]
+    assert plain(feed)[1:] == [(2, "host", "global", (b"m" * 32,), "quota", 0)]
 
 
 def test_tenants_of_an_engine_see_their_own_pages() -> None:

@@ -24,6 +24,7 @@ from oracle.ledger import Ledger, Live
 from oracle.model import Answer, answer, list_spans, seed_of, token_ids, whole_images
 from oracle.plan import Happening, Planner, Setup, draw_setup
 from oracle.real import Real
+from oracle.router import Router
 from oracle.stack import Stack, constants
 from oracle.watch import Lone, Progress
 from oracle.world import Virtual
@@ -70,7 +71,9 @@ class Life:
     def _open(self) -> Stack:
         for attempt in range(4):
             try:
-                return Stack(self.setup, self.world, self.path, self.plan, self.counts)
+                stack = Stack(self.setup, self.world, self.path, self.plan, self.counts)
+                Router(stack.manager, self.counts)  # the log keeps it
+                return stack
             except WicoreError as error:  # a file operation failed: the operator tries again
                 if not self.plan.active or not self.plan.rates or isinstance(error, ConfigError):
                     raise

@@ -336,7 +336,7 @@ def test_many_events_come_in_bounded_messages_in_order():
         if number % 2:
             events.append(Stored(number, "disk", "local", tuple(page(number + i, "local") for i in range(number % 7))))
         else:
-            events.append(Removed(number, "disk", "local", (page(number).key,), "quota"))
+            events.append(Removed(number, "disk", "local", (page(number).key,), "quota", 1))
     events.append(Stored(4000, "disk", "global", tuple(page(i) for i in range(1024))))
     messages = list(convert.make_kv_events(5, events))
     assert [e.sequence for m in messages for e in m.events.events] == list(range(1, 4001))

@@ -2,8 +2,9 @@
 
 The engine thread appends changes and calls `publish_step` between steps; other threads read. It must not know the
 readers, and no reader can hold up the engine. Invariants: a feed's sequence numbers start at 1 and have no gaps. A
-snapshot plus all events after its `sequence` is exactly the pages that the tiers hold. Events are idempotent. A
-tenant's feed is what it would be if nobody else used the server, evictions apart.
+snapshot plus all events after its `sequence` is exactly the pages that the tiers hold. Of a step's events those of
+pages that came are first, parents before children; none names a page that came and left. A tenant's feed is what it
+would be if nobody else used the server, evictions apart.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
@@ -37,13 +39,15 @@ class Stored(Struct, frozen=True, tag=0, array_like=True):
 
 
 class Removed(Struct, frozen=True, tag=1, array_like=True):
-    """Removed keys of one layer group. `cause` is that of TierStats.evictions or .failures."""
+    """Removed keys of one layer group, first the `named` ones, whose pages had tokens. `cause` is that of
+    TierStats.evictions or .failures."""
 
     sequence: int
     tier: str
     group: str
     keys: tuple[bytes, ...]
     cause: str
+    named: int
 
 
 Event = Stored | Removed
@@ -60,14 +64,32 @@ class EventSnapshot:
     pages: Mapping[tuple[str, str], tuple[Page, ...]]
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Changes of one kind within one step; only removed pages have a `cause`."""
+_Place = tuple[str, str]
+_Changes = dict[_Place, dict[bytes, Page | str]]
+"""Of a step, by tier and layer group: pages that came, and causes for which others left, by key."""
+_Batch = tuple[_Place, str | None, list[Any]]
+"""What an event tells: pages that came, or keys that left and the cause."""
+_TIERS = ("device", "host", "disk")
 
-    tier: str
-    group: str
-    cause: str | None
-    items: list[Any]  # pages that came, keys that left
+
+def _cut_batches(changes: _Changes) -> list[_Batch]:
+    """Cut a step's changes into batches, in an order in which each page comes before those that follow it: it is in
+    the global group too, and came from a tier that is told of before or had it until now."""
+    came, left = list[_Batch](), list[_Batch]()
+    for place, found in sorted(changes.items(), key=lambda entry: (entry[0][1], _TIERS.index(entry[0][0]))):
+        pages = sorted((page for page in found.values() if isinstance(page, Page)), key=attrgetter("index"))
+        came += _cut_batch(place, None, pages)
+        causes: dict[str, list[bytes]] = {}
+        for key, cause in found.items():
+            if isinstance(cause, str):
+                causes.setdefault(cause, []).append(key)
+        for cause, keys in causes.items():
+            left += _cut_batch(place, cause, keys)
+    return came + left
+
+
+def _cut_batch(place: _Place, cause: str | None, items: list[Any]) -> Iterator[_Batch]:
+    return ((place, cause, items[i : i + MAX_EVENT_PAGES]) for i in range(0, len(items), MAX_EVENT_PAGES))
 
 
 class EventFeed:
@@ -122,18 +144,17 @@ class EventFeed:
     def append_batches(self, batches: list[_Batch]) -> None:
         """Number and show a step's changes, and call the listeners. Engine thread only."""
         with self._changed:
-            for batch in batches:
+            for (tier, group), cause, items in batches:
                 self.sequence += 1
-                tier, group, items = batch.tier, batch.group, tuple(batch.items)
                 held = self._pages.setdefault((tier, group), {})
-                if batch.cause is None:
-                    self._events.append(Stored(self.sequence, tier, group, items))
-                    for page in items:
-                        held[page.key] = page
+                if cause is None:
+                    self._events.append(Stored(self.sequence, tier, group, tuple(items)))
+                    held.update((page.key, page) for page in items)
                 else:
-                    self._events.append(Removed(self.sequence, tier, group, items, batch.cause))
-                    for key in items:
-                        held.pop(key, None)
+                    gone = [page for key in items if (page := held.pop(key, None)) is not None]
+                    gone.sort(key=lambda page: not page.tokens)
+                    keys, named = tuple(page.key for page in gone), sum(bool(page.tokens) for page in gone)
+                    self._events.append(Removed(self.sequence, tier, group, keys, cause, named))
                 self._sizes.append(1 + len(items))
                 self._kept += 1 + len(items)
             while self._kept > self._limit:
@@ -152,8 +173,7 @@ class KVEventLog(EventFeed):
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.snapshot_source: Callable[[], Iterable[Entry]] | None = None
-        self._pending: list[_Batch] = []
-        self._open: dict[tuple[str, str], _Batch] = {}  # the newest batch of each tier and group in this step
+        self._pending: _Changes = {}
         self._tenants: dict[bytes, EventFeed] = {}
         self._showing = threading.Lock()  # a feed begins between steps, never in the middle of one
 
@@ -174,58 +194,41 @@ class KVEventLog(EventFeed):
     # --- engine thread -------------------------------------------------------------------------------------------
 
     def append_stored(self, tier: str, *pages: Page) -> None:
-        begun = 0
-        while begun < len(pages):
-            items = self._open_batch(tier, pages[0].group, None)
-            end = begun + MAX_EVENT_PAGES - len(items)
-            items += pages[begun:end]
-            begun = end
+        for page in pages:
+            self._note_change((tier, page.group), page.key, page)
 
     def append_removed(self, tier: str, group: str, key: bytes, cause: str) -> None:
-        self._open_batch(tier, group, cause).append(key)
+        self._note_change((tier, group), key, cause)
 
     def publish_step(self) -> None:
         """Publish what a step appended. O(appended pages); free when there are none."""
         source, self.snapshot_source = self.snapshot_source, None
         if source is not None:  # events of the pages that are there already, those appended until now among them
             self._pending.clear()
-            self._open.clear()
             for tier, page in source():
                 self.append_stored(tier, page)
         if self._pending:
-            pending, self._pending = self._pending, []
-            self._open.clear()
+            pending, self._pending = self._pending, {}
             with self._showing:
                 shares = self._share_by_tenant(pending) if self._tenants else {}
-                self.append_batches(pending)
-                for tenant, batches in shares.items():
-                    self._tenants[tenant].append_batches(batches)
+                self.append_batches(_cut_batches(pending))
+                for tenant, changes in shares.items():
+                    self._tenants[tenant].append_batches(_cut_batches(changes))
 
-    def _open_batch(self, tier: str, group: str, cause: str | None) -> list[Any]:
-        # Sets of other tiers and groups are independent, so batches keep the order within their own set only. That
-        # makes one event of pages that arrive in turn from two groups.
-        batch = self._open.get((tier, group))
-        if batch is None or batch.cause != cause or len(batch.items) >= MAX_EVENT_PAGES:
-            batch = self._open[tier, group] = _Batch(tier, group, cause, [])
-            self._pending.append(batch)
-        return batch.items
+    def _note_change(self, place: _Place, key: bytes, change: Page | str) -> None:
+        changes = self._pending.setdefault(place, {})
+        before = changes.setdefault(key, change)
+        if isinstance(before, str) != isinstance(change, str):
+            del changes[key]  # it came and left, or left and came again
 
-    def _share_by_tenant(self, pending: list[_Batch]) -> dict[bytes, list[_Batch]]:
-        """Split a step's changes among the tenants that have a feed, cut by their own changes alone: an order or cuts
-        of all tenants' changes would reveal others."""
-        owners = {page.key: page.tenant for batch in pending if batch.cause is None for page in batch.items}
-        shares: dict[bytes, list[_Batch]] = {}
-        for batch in sorted(pending, key=lambda batch: (batch.tier, batch.group)):
-            name = batch.tier, batch.group, batch.cause
-            held = self._pages.get((batch.tier, batch.group), {})
-            for item in batch.items:
-                page = item if batch.cause is None else held.get(item)
-                owner = page.tenant if page is not None else owners.get(item)
-                if owner not in self._tenants:
-                    continue
-                mine = shares.setdefault(owner, [])
-                last = mine[-1] if mine else None
-                if last is None or (last.tier, last.group, last.cause) != name or len(last.items) >= MAX_EVENT_PAGES:
-                    mine.append(last := _Batch(*name, []))
-                last.items.append(item)
+    def _share_by_tenant(self, pending: _Changes) -> dict[bytes, _Changes]:
+        """Split a step's changes among the tenants that have a feed. Each share is cut by itself: an order or cuts of
+        all tenants' changes would reveal others."""
+        shares: dict[bytes, _Changes] = {}
+        for place, changes in pending.items():
+            held = self._pages.get(place, {})
+            for key, change in changes.items():
+                page = change if isinstance(change, Page) else held.get(key)
+                if page is not None and page.tenant in self._tenants:
+                    shares.setdefault(page.tenant, {}).setdefault(place, {})[key] = change
         return shares

@@ -394,7 +394,7 @@ def _make_event(event: Event, number: int) -> common_pb2.KvEventBatch:
             batch.events.add(event_id=number, stored=_make_stored(event.tier, event.group, run))
     else:
         removed = common_pb2.KvBlocksRemoved(
-            block_hashes=map(_hash_key, event.keys), **_describe_place(event.tier, event.group)
+            block_hashes=map(_hash_key, event.keys[: event.named]), **_describe_place(event.tier, event.group)
         )
         batch.events.add(event_id=number, removed=removed)
     return batch
