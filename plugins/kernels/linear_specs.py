@@ -73,7 +73,7 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
         "N": shape.n, "K": shape.k, "T": config.block_n // (32 * config.warps_n), "WN": config.warps_n,
         "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "AHEAD": config.unroll,
         "X_AHEAD": config.num_stages, "EVICT_FIRST": config.evict_first, "MINIMUMS": bool(shape.weights.minimums),
-        "GEGLU": shape.geglu,
+        "GEGLU": shape.geglu, "FETCHED": config.fetched,
     }  # fmt: skip
     aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
     return KernelSpec(_name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, 1)

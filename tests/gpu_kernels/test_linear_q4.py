@@ -42,6 +42,13 @@ def test_linear(shape: LinearShape, config: LinearConfig, tokens: int) -> None:
     check_case(draw(shape, tokens), config, linear_spec(shape, config, "sm90"), interpreted.launch)
 
 
+def test_a_row_has_the_same_bits_with_weights_asked_for_ahead() -> None:
+    case = draw(SHAPE, 19)
+    ahead = replace(SPLIT, fetched=3)
+    outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), interpreted.launch)[:19] for c in (SPLIT, ahead)]
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_weight_is_rounded(dtype: str) -> None:
     """Rows that are 1 in one column each give the weights themselves: float32(d) * (q - 8), every bit of it."""

@@ -111,8 +111,14 @@ def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[Linea
             filled = div_ceil(shape.n, block_n) * splits * warps / 132  # warps of a multiprocessor
             if (splits == 1 or filled <= 24) and filled >= 6 and shape.k // (32 * warps_k * splits) >= 3:
                 evict = bucket <= columns
-                found.append(LinearConfig(TILES, block_n, 32 * warps_k, columns, splits, warps, stages, unroll, evict))
+                sizes = (block_n, 32 * warps_k, columns, splits, warps, stages)
+                found += [LinearConfig(TILES, *sizes, ahead, evict, f) for ahead, f in _ahead(unroll, quick)]
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
+
+
+def _ahead(unroll: int, quick: bool) -> list[tuple[int, int]]:
+    """(unroll, fetched): registers alone hold what is on its way, or L2 most of it."""
+    return [(unroll, 0), (max(1, unroll // 2), 8), *([] if quick else [(1, 16)])]
 
 
 def _splits(shape: LinearShape, block_n: int, block_k: int, bucket: int, quick: bool) -> Iterator[int]:
