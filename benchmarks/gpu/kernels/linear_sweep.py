@@ -111,8 +111,8 @@ def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[Linea
             filled = div_ceil(shape.n, block_n) * splits * warps / 132  # warps of a multiprocessor
             if (splits == 1 or filled <= 24) and filled >= 6 and shape.k // (32 * warps_k * splits) >= 3:
                 evict = bucket <= columns
-                sizes = (block_n, 32 * warps_k, columns, splits, warps, stages)
-                found += [LinearConfig(TILES, *sizes, ahead, evict, f) for ahead, f in _ahead(unroll, quick)]
+                block = block_n, 32 * warps_k, columns, splits, warps, stages
+                found += [LinearConfig(TILES, *block, ahead, evict, f) for ahead, f in _ahead(unroll, quick)]
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
 
 
