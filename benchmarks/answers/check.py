@@ -12,8 +12,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from benchmarks.answers.data import (
 from benchmarks.answers.runs import Run, Said, Step, pages_needed, torch_step, triton_step
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
+from wicore_trt.engine.options import find_backend
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.runtime.options import ExecutorOptions
 
@@ -136,13 +138,15 @@ def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, 
 
 
 def triton_subject(path: Path, oracle: Oracle) -> Subject:
-    """An engine of backend triton on this machine's GPU; its weights are loaded once."""
+    """An engine of backend triton on this machine's GPU, or on as many as it has ranks; one GPU loads weights once."""
     from wicore_trt.backends.triton.executor import Loading, TritonExecutor
     from wicore_trt.backends.triton.index import load_table
     from wicore_trt.backends.triton.weights import engine_shape, load_constants
     from wicore_trt.runtime.cuda_device import CudaDevice
 
     engine = open_engine(path, verify=False)
+    if engine.manifest.tp_size > 1:
+        return ranks_subject(engine, oracle)
     device = CudaDevice()
     shape = engine_shape(engine)
     table = load_table(engine, shape, device.target)
@@ -154,11 +158,26 @@ def triton_subject(path: Path, oracle: Oracle) -> Subject:
         settings = _settings(engine, oracle, mode, "auto")
         executor = TritonExecutor(loading, settings, device, graphs=graphs)
         try:
-            yield triton_step(executor), executor.layout
+            yield triton_step(executor, executor), executor.layout
         finally:
             executor.close()
 
     return Subject(engine.manifest.dtype, opened, (INVARIANT, DEFAULT), has_graphs=True)
+
+
+def ranks_subject(engine: EngineDir, oracle: Oracle) -> Subject:
+    """An engine of several ranks, of which rank 0 has all logits. Ranks compare their tokens."""
+    backend = find_backend(engine.manifest.backend)
+
+    def opened(mode: str, graphs: bool) -> Iterator[tuple[Step, KVLayout]]:
+        settings = replace(_settings(engine, oracle, mode, "auto"), compare_ranks=True)
+        executor: Any = backend.open(engine, settings)
+        try:
+            yield triton_step(executor, executor._local), executor.layout  # noqa: SLF001 -- rank 0's logits
+        finally:
+            executor.close()
+
+    return Subject(engine.manifest.dtype, opened, (INVARIANT, DEFAULT), has_graphs=False)
 
 
 def torch_subject(path: Path, oracle: Oracle) -> Subject:

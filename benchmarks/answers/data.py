@@ -16,9 +16,10 @@ import numpy as np
 NEW_TOKENS = 64
 COMMON_TOP, COMMON_RANDOM, OWN_TOP, CANDIDATES = 32, 224, 8, 7
 FLOAT32, FP8_FLOAT32, FP8_WEIGHTS = "float32", "fp8-float32", "fp8-weights"
-ORACLES = (FLOAT32, "bfloat16", "float16", "fp8", FP8_WEIGHTS, FP8_FLOAT32)
-"""float32 between operators and in weights; rounded to 16 bits where kernels round; E4M3 weights and rows; E4M3 weights
-behind bfloat16 rows; E4M3 weights behind float32 rows."""
+Q4_0, Q4_0_FLOAT32 = "q4_0", "q4_0-float32"
+"""Oracles: float32 between operators and in weights; E4M3 weights behind float32 rows, and behind bfloat16 rows; Q4_0
+weights behind bfloat16 rows, and behind float32 rows. "bfloat16" and "float16" round where kernels round; "fp8" has
+weights and rows in E4M3."""
 
 INVARIANT, DEFAULT = "invariant", "default"
 JUDGES = {
@@ -28,6 +29,8 @@ JUDGES = {
     ("float16", DEFAULT): ("float16", FLOAT32),
     ("fp8", INVARIANT): (FP8_WEIGHTS, FP8_FLOAT32),
     ("fp8", DEFAULT): ("fp8", FP8_FLOAT32),
+    ("q4_0", INVARIANT): (Q4_0, Q4_0_FLOAT32),
+    ("q4_0", DEFAULT): (Q4_0, Q4_0_FLOAT32),
     ("float32", DEFAULT): (FLOAT32, FLOAT32),
 }
 """By engine and mode: the oracle that rounds at the same places, and the one that rounds nowhere."""

@@ -21,6 +21,8 @@ from benchmarks.answers.data import (
     FP8_WEIGHTS,
     NEW_TOKENS,
     OWN_TOP,
+    Q4_0,
+    Q4_0_FLOAT32,
     Answers,
     Oracle,
     common_ids,
@@ -29,7 +31,7 @@ from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, pages_needed, torch_step
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
-from wicore_trt.backends.torch.weights import EngineTensors, load_engine_tensors
+from wicore_trt.backends.torch.weights import EngineTensors, load_engine_tensors, widen_blocks
 from wicore_trt.checkpoint.names import weight_scale_name
 from wicore_trt.engine.build import build_engine
 from wicore_trt.model.spec import GROUPS
@@ -69,7 +71,11 @@ def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle
         oracle = joined(oracle, "fp8", eight, say)
         eight = dequantized(eight)
         oracle = joined(oracle, FP8_WEIGHTS, eight, say)
-        return joined(oracle, FP8_FLOAT32, replace(eight, dtype="float32", kv_dtype="float32"), say)
+        oracle = joined(oracle, FP8_FLOAT32, replace(eight, dtype="float32", kv_dtype="float32"), say)
+        four = loaded(Q4_0)
+        oracle = joined(oracle, Q4_0, four, say)
+        whole = replace(four, dtype="float32", kv_dtype="float32", tensors=widen_blocks(four.tensors))
+        return joined(oracle, Q4_0_FLOAT32, whole, say)
 
 
 def begun(

@@ -20,7 +20,7 @@ from wicore_trt.backends.triton.executor import TritonExecutor
 from wicore_trt.errors import WicoreError
 from wicore_trt.model.spec import GROUPS
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
-from wicore_trt.runtime.executor import KVLayout
+from wicore_trt.runtime.executor import Executor, KVLayout
 from wicore_trt.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,14 +28,14 @@ Step = Callable[[list[SequenceSlice]], tuple[list[int], torch.Tensor]]
 """Run a step: the greedy token and the logits float32 [S, vocab] after each slice; valid until the next step."""
 
 
-def triton_step(executor: TritonExecutor) -> Step:
-    """Tokens are those that the device chose; the logits are what it chose from."""
+def triton_step(executor: Executor, rank: TritonExecutor) -> Step:
+    """Tokens are those that the device chose; the logits are what it chose from, on `rank` of the executor."""
 
     def step(slices: list[SequenceSlice]) -> tuple[list[int], torch.Tensor]:
         result = executor.execute(StepBatch(slices))
         if result.failed:
             raise WicoreError(f"sequences failed: {result.failed}.")
-        return [t.token_ids[0] for t in result.sampled], executor.memory.logits[executor.rows_of(slices)].float()
+        return [t.token_ids[0] for t in result.sampled], rank.memory.logits[rank.rows_of(slices)].float()
 
     return step
 

@@ -82,7 +82,7 @@ def test_the_interpreted_triton_executor_follows_the_oracle():
     model, oracle = made_oracle(3, prompts=((3, 17, 5), (8,)), new=2)
     pages = {"global": 8, "local": 8}
     executor = executor_of(model, "bfloat16", kv_pages=pages, max_sequences=2, max_batch_tokens=4)
-    run = Run(triton_step(executor), executor.layout, 2, forced=oracle.tokens, ids=oracle.ids)
+    run = Run(triton_step(executor, executor), executor.layout, 2, forced=oracle.tokens, ids=oracle.ids)
     said = run.together(oracle.prompts, 3)
     expected = oracle.answers["bfloat16"]
     assert Errors.between(said.values, expected.values).largest < 0.05 * np.abs(expected.values).max()
