@@ -73,22 +73,22 @@ class Server:
         command += ["--max-batch-tokens", str(BATCH_TOKENS), *self.flags]
         env = {**os.environ, "WICORE_EXECUTOR__BATCH_INVARIANT": "true", **self.settings}
         self.begun = time.monotonic()
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log.open("wb"), env=env)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log.open("wb"), env=env)
 
     async def ready(self) -> float:
         """Seconds from the start of the process until it takes requests."""
         lines: queue.Queue[bytes] = queue.Queue()
-        assert self._process.stdout is not None
-        out = self._process.stdout
+        assert self.process.stdout is not None
+        out = self.process.stdout
         threading.Thread(target=lambda: lines.put(out.readline()), daemon=True).start()
         line = await asyncio.to_thread(lines.get, timeout=START_S)
         if not line.startswith(b"ready on "):
             raise WicoreError(f"the server did not start: {self.log.read_text(errors='replace')[-2000:]}")
         self.address = line.decode().split()[-1]
-        self._channel = grpc.aio.insecure_channel(self.address)
-        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.channel = grpc.aio.insecure_channel(self.address)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)  # type: ignore[no-untyped-call]
         while time.monotonic() - self.begun < START_S:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 raise WicoreError(f"the server ended: {self.log.read_text(errors='replace')[-2000:]}")
             info = await self.stub.GetServerInfo(pb2.GetServerInfoRequest(), timeout=CALL_S, wait_for_ready=True)
             if info.state == SERVING:
@@ -122,20 +122,20 @@ class Server:
 
     async def stop(self) -> tuple[int, float]:
         """Exit code after SIGTERM, and the seconds it took."""
-        await self._channel.close()
+        await self.channel.close()
         begun = time.monotonic()
-        self._process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         try:
-            code = await asyncio.to_thread(self._process.wait, STOP_S)
+            code = await asyncio.to_thread(self.process.wait, STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             return -1, time.monotonic() - begun
         return code, time.monotonic() - begun
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
 
 def serve_all(engine: Path, oracle: Oracle, alone: np.ndarray, device: str, say: Say) -> list[str]:
