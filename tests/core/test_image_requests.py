@@ -105,10 +105,11 @@ async def test_a_request_reaches_the_engine_with_its_pixels(engine: TextEngine) 
     assert [output async for output in stream][-1].usage.prompt_tokens == len(taken.prompt_token_ids)
 
 
-async def test_a_client_that_leaves_frees_its_files(engine: TextEngine) -> None:
-    class Watched(ImageFile):
-        """An image with room for weak references."""
+class Watched(ImageFile):
+    """An image with room for weak references."""
 
+
+async def test_a_client_that_leaves_frees_its_files(engine: TextEngine) -> None:
     holds = [worker.lock for worker in prepare._WORKERS]
     for lock in holds:
         lock.acquire()  # nothing is decoded meanwhile
@@ -159,3 +160,37 @@ async def test_what_is_wrong_names_its_image(engine: TextEngine) -> None:
     with pytest.raises(InvalidRequestError, match="text alone") as caught:
         await submit(engine, ask(1))
     assert caught.value.field == "images[0]" and not engine.engine.taken
+
+
+@pytest.mark.parametrize("why", ["broken", "late", "gone", "long"])
+async def test_what_never_reached_the_engine_keeps_nothing_of_its_request(engine: TextEngine, why: str) -> None:
+    """Not even until cycles are collected: its images are megabytes, or an open file."""
+    holds = [worker.lock for worker in prepare._WORKERS] if why in ("late", "gone") else []
+    for lock in holds:
+        lock.acquire()
+
+    async def serve(data: bytes) -> weakref.ref[ImageFile]:
+        given = {"timeout_s": 0.1} if why == "late" else {"prompt": "<start_of_image>" + "a" * 9000 * (why == "long")}
+        request = ask(1, why, images=(Watched(data=data),), **given)
+        task = asyncio.ensure_future(engine.encode_long_prompt(request))
+        await asyncio.wait([task], timeout=0.1 if why == "gone" else 60)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() == (why == "gone") and (task.cancelled() or task.exception())
+        return weakref.ref(request.images[0])
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept = await serve(b"\x89PNG" if why == "broken" else make_file(0))
+    finally:
+        for lock in holds:
+            lock.release()
+    try:
+        for _ in range(100):  # a thread may have it still
+            if kept() is None:
+                break
+            await asyncio.sleep(0.02)
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -69,3 +69,22 @@ async def test_what_waits_for_a_caller_who_left_is_let_go_at_once():
     assert [one() is None for one in seen] == [True, False, True]
     go.set()
     assert await first and await last == [1]
+
+
+async def test_an_error_keeps_nothing_of_what_failed():
+    """Not even until cycles are collected: a prompt may be megabytes."""
+    work, held = Offload(1), {"no number"}
+    seen = weakref.ref(held)
+
+    async def call(task: partial) -> None:
+        with pytest.raises(TypeError):
+            await work.run_function("a", task)
+
+    gc.disable()
+    try:
+        await call(partial(int, held))
+        del held
+        assert await work.run_function("a", int) == 0, "the thread has left the function before"
+        assert seen() is None
+    finally:
+        gc.enable()

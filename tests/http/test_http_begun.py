@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from web import GREEDY, executor_of, expected, make_engine, serving, until
 
 from wicore_trt.core.limits import Limits
+from wicore_trt.types import TextRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "stream": True, **GREEDY}
 
@@ -116,3 +118,13 @@ async def test_dashboards_of_vllm_find_what_they_ask_for():
         steps = (await running.client.get("/v1/stats")).json()["steps"]
         assert f'vllm:iteration_tokens_total_count{{model_name="fake"}} {float(steps)}' in text
         assert 'vllm:iteration_tokens_total_sum{model_name="fake"}' in text
+
+
+async def test_an_error_at_the_end_keeps_nothing_of_its_call():
+    async with serving(make_engine(step_s=0.02)) as running:
+        gc.collect()
+        before = sum(isinstance(one, TextRequest) for one in gc.get_objects())
+        for _ in range(2):
+            assert (await running.completion(max_tokens=90, timeout=0.1)).status_code == 504
+        gc.collect()
+        assert sum(isinstance(one, TextRequest) for one in gc.get_objects()) == before

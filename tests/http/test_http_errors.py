@@ -129,6 +129,8 @@ async def test_read_fields_other_routes_are_refused(running):
         ({"cache": {"ttl": 3}}, "cache.ttl"),
         ({"cache": {"ttl_s": -1}}, "cache.ttl_s"),
         ({"cache": {"priority": "urgent"}}, "cache.priority"),
+        ({"cache": {"priority": ""}}, "cache.priority"),
+        ({"cache": {"store": ""}}, "cache.store"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"min_tokens": 9}, "min_tokens"),
         ({"stream_options": 5}, "stream_options"),

@@ -42,6 +42,8 @@ class Offload:
         except asyncio.CancelledError:
             self._forget_function(tenant, (future, function))
             raise
+        finally:
+            del future  # it holds an error that holds this frame: a circle, which would keep what the function holds
 
     def _forget_function(self, tenant: str, left: tuple[asyncio.Future[Any], Callable[[], Any]]) -> None:
         """Let go of what a caller who left had waiting: it may hold megabytes, which nobody counts any more."""
@@ -76,7 +78,7 @@ class Offload:
             error = raised
         with suppress(RuntimeError):  # the loop was closed meanwhile
             future.get_loop().call_soon_threadsafe(_settle_future, future, result, error)
-        del error  # it has this frame in its traceback
+        del error, future  # each leads to the other, by the error's traceback and this frame
         with self._changed:
             self._busy.discard(tenant)
         return True

@@ -375,14 +375,16 @@ class TextEngine:
         encode = partial(encode_request, self.tokenizer, info=self.info)
         if self.info.images is None or any(image.crops or image.pixels for image in request.images):
             return await self.work(request.tenant, partial(encode, await self.prepare_images(request)))
+        early = replace(request, images=tuple(map(blank_image, request.images)))
+        pictures = asyncio.ensure_future(self.prepare_images(request))
+        text = asyncio.ensure_future(self.work(request.tenant, partial(encode, early)))
         try:
-            async with asyncio.TaskGroup() as both:
-                seen = both.create_task(self.prepare_images(request))
-                early = replace(request, images=tuple(map(blank_image, request.images)))
-                told = both.create_task(self.work(request.tenant, partial(encode, early)))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return replace(told.result(), content=fill_spans(told.result().content, seen.result().images))
+            seen, told = await asyncio.gather(pictures, text)
+        finally:
+            pictures.cancel()
+            text.cancel()
+            del pictures, text  # they hold an error that holds this frame: a circle, which would keep the request
+        return replace(told, content=fill_spans(told.content, seen.images))
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
         """Check the constraint, prepare images and tokenize a long text, all on threads; `submit` comes next. Raises
@@ -408,6 +410,7 @@ class TextEngine:
             self._unread.pop(name, None)
             if not isinstance(error, TimeoutError):
                 raise
+            error.__traceback__ = None  # it leads to this task, which holds the next error: a circle with the request
             raise DeadlineError("The request's time was over before its prompt was read.") from None
         if request.timeout_s is None:
             return request

@@ -163,11 +163,11 @@ def make_sampling(
 def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
     cache = body.cache or Cache()
     try:
-        priority = CachePriority(cache.priority or "normal")
+        priority = CachePriority("normal" if cache.priority is None else cache.priority)
     except ValueError:
         raise InvalidRequestError("cache.priority is low, normal or high.", field="cache.priority") from None
     try:
-        store = CacheStore(cache.store or "all")
+        store = CacheStore("all" if cache.store is None else cache.store)
     except ValueError:
         raise InvalidRequestError("cache.store is all, device or never.", field="cache.store") from None
     return {

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from wicore_trt.core.text_engine import TextStream
 
 _CUT = {
-    FinishReason.DEADLINE: DeadlineError("The request's time was over before it finished."),
-    FinishReason.CANCELLED: RequestCancelledError("The request was cancelled."),
+    FinishReason.DEADLINE: (DeadlineError, "The request's time was over before it finished."),
+    FinishReason.CANCELLED: (RequestCancelledError, "The request was cancelled."),
 }
 
 
@@ -110,7 +110,8 @@ class GenerationCall:
                 if output.finish_reason is not None:
                     reasons.add(output.finish_reason.value)
                     if output.finish_reason in _CUT:
-                        raise _CUT[output.finish_reason]
+                        kind, message = _CUT[output.finish_reason]
+                        raise kind(message)  # a new one: an error keeps the frames that it passed, with their requests
                     if output.usage is not None and output.index == 0:
                         totals.cached += output.usage.cached_tokens
                 yield number * self.n + output.index, output
