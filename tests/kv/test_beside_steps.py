@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from fakes import make_core
+from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv import copy_down
+from wicore_trt.kv.prefix.loader import WAIT
 from wicore_trt.kv.tiers.down import DownTransfers
 from wicore_trt.kv.tiers.up import ASKED_FIRST
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -133,6 +134,44 @@ def test_a_page_that_no_finite_step_has_read_leaves_no_copy_when_it_loses_its_sl
             core.step()
     assert unread <= {*lost} and not unread & kept, "they were evicted, and never copied"
     assert len(kept & {*lost}) >= 80 // 4, "what a finite step has read was"
+    core.close()
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_others_run_ahead_while_a_sequence_waits_for_its_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool
+) -> None:
+    kv = KVSettings(host_bytes=4000 * 4096, disk_path=str(tmp_path / "kv"), disk_bytes=1 << 26, disk_free_bytes=0)
+    core = make_core(pages={GLOBAL: 400, LOCAL: 400}, page_tokens=4, window=8, max_context=1024, ahead=5, kv=kv)
+    tiers, prompt, executor = core.scheduler.manager.tiers, tuple(range(2, 97)) * 4, core.executor
+    one, many = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (4, 60))
+    core.add(GenerateRequest("a", prompt, one))
+    while core.has_work or core.do_housekeeping():
+        core.step()
+    for copy in list(tiers.host.iterate_copies()):
+        tiers.host.drop_copy(copy, "test")
+    for pool in core.scheduler.manager.pools.values():
+        for page in pool.list_pages():
+            pool.drop_page(page.key)
+    held, read, loader = [], tiers.store.read_page, core.scheduler.loader
+    monkeypatch.setattr(tiers.store, "read_page", lambda *args, **flags: not held.append((args, flags)))
+    monkeypatch.setattr(executor, "leads", lambda batch: True)
+    monkeypatch.setattr(loader, "is_awaited", lambda pages, computed, seconds: awaited)
+    monkeypatch.setattr(loader, "next_move", lambda pages, computed, compute: WAIT)
+    core.add(GenerateRequest("b", (5,) * 40, many))
+    core.add(GenerateRequest("c", prompt, one))
+    for _ in range(20):
+        core.step()
+    assert core.scheduler.is_loading and held and (executor.led > 10) == awaited
+    monkeypatch.undo()
+    for args, flags in held:
+        assert read(*args, **flags)
+    found: dict[str, list[int]] = {}
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.request_key, []).extend(output.token_ids)
+        core.scheduler.check_integrity()
+    assert found["c"] == greedy(list(prompt), 4, ignore_eos=True)
     core.close()
 
 

@@ -228,18 +228,22 @@ class Scheduler:
 
     def schedule_ahead(self, schedule: StepSchedule) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: one token for each sequence that its sampled
-        token cannot have ended. None when the next step should wait for this one: a sequence loads or is not decoding,
-        one could be admitted or would have to be preempted, or none goes on."""
+        token cannot have ended. None when the next step should wait for this one: a sequence is not decoding and may go
+        on soon, one could be admitted or would have to be preempted, or none goes on."""
+        loading, given = [s for s in self.running if s.pages.load is not None], {s.seq_id for s, _ in schedule.slices}
         # an arriving page would be copied into a slot that the step under way writes and the next one reads
-        if self.is_loading:
+        if any(s.seq_id in given for s in loading):
             return None
         self.manager.prepare_step()
         decoding = [s for s, n in schedule.slices if s.finish_reason is None and n == len(s.tokens) - s.computed]
+        if loading and not self._all_wait(loading, decoding):
+            return None
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
-        live, stopped = [s for s in self.running if s.finish_reason is None], 0
+        live, stopped = [s for s in self.running if s.finish_reason is None], len(loading)
         if self.images is not None and self.images.busy:  # those that wait for it hold up nobody
-            given = {s.seq_id: n for s, n in schedule.slices}
-            stopped = sum(self.images.is_stopped(s.seq_id, s.computed + given.get(s.seq_id, 0)) for s in live)
+            counts = {s.seq_id: n for s, n in schedule.slices}
+            others = [s for s in live if s.pages.load is None]
+            stopped += sum(self.images.is_stopped(s.seq_id, s.computed + counts.get(s.seq_id, 0)) for s in others)
         if len(decoding) + stopped < len(live) or not 0 < len(following) <= self.max_batch_tokens:
             return None
         everybody = len(following) + stopped == len(self.running)
@@ -253,6 +257,12 @@ class Scheduler:
         if short and not self.manager.extend_tables(short):
             return None
         return StepSchedule([(s, 1) for s in following])
+
+    def _all_wait(self, loading: list[Sequence], decoding: list[Sequence]) -> bool:
+        """Say whether sequences that load will wait for longer than this step and the next one of `decoding` take."""
+        load, time, loader = StepLoad(len(decoding), sum(s.computed for s in decoding)), self.step_time, self.loader
+        seconds = 2 * time.step_s(load) if time is not None else 0.0
+        return loader is not None and all(loader.is_awaited(s.pages, s.computed, seconds) for s in loading)
 
     def _is_full(self) -> bool:
         """Say whether one more sequence exceeds the places or the target time of a step."""

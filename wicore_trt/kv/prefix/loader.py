@@ -274,6 +274,16 @@ class PrefixLoader:
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
+    def is_awaited(self, pages: SequencePages, computed: int, seconds: float) -> bool:
+        """Say whether a sequence that waited at its last move is to wait for its load for so many `seconds` more."""
+        load = pages.load
+        begun = self._begun.get(load) if load is not None else None
+        if load is None or begun is None or begun.waiting_since is None or load.failures != self._manager.failures:
+            return False
+        left = begun.choice.wait_s - begun.idle_s - (self._clock() - begun.waiting_since)
+        over = load.failed or load.finished
+        return not over and left > seconds and self._expect_arrival(load, 0.0)(computed) > seconds
+
     def _expect_arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
         """Estimate the seconds from now until all of a load from a token on is on the device, at `least` so many."""
         now, up, each = self._clock(), self.tiers.up, self._page_bytes
