@@ -156,7 +156,7 @@ def test_others_run_ahead_while_a_sequence_waits_for_its_load(
     held, read, loader = [], tiers.store.read_page, core.scheduler.loader
     monkeypatch.setattr(tiers.store, "read_page", lambda *args, **flags: not held.append((args, flags)))
     monkeypatch.setattr(executor, "leads", lambda batch: True)
-    monkeypatch.setattr(loader, "is_awaited", lambda pages, computed, seconds: awaited)
+    monkeypatch.setattr(loader, "is_awaited", lambda pages, computed, step_s: awaited)
     monkeypatch.setattr(loader, "next_move", lambda pages, computed, compute: WAIT)
     core.add(GenerateRequest("b", (5,) * 40, many))
     core.add(GenerateRequest("c", prompt, one))

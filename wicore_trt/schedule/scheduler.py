@@ -259,9 +259,9 @@ class Scheduler:
         return StepSchedule([(s, 1) for s in following])
 
     def _all_wait(self, loading: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Say whether sequences that load will wait for longer than this step and the next one of `decoding` take."""
+        """Say whether sequences that load will wait for longer than a step of `decoding` takes."""
         load, time, loader = StepLoad(len(decoding), sum(s.computed for s in decoding)), self.step_time, self.loader
-        seconds = 2 * time.step_s(load) if time is not None else 0.0
+        seconds = time.step_s(load) if time is not None else 0.0
         return loader is not None and all(loader.is_awaited(s.pages, s.computed, seconds) for s in loading)
 
     def _is_full(self) -> bool:

@@ -274,15 +274,16 @@ class PrefixLoader:
         begun.waiting_since = now if step.action == "wait" else None
         return step
 
-    def is_awaited(self, pages: SequencePages, computed: int, seconds: float) -> bool:
-        """Say whether a sequence that waited at its last move is to wait for its load for so many `seconds` more."""
+    def is_awaited(self, pages: SequencePages, computed: int, step_s: float) -> bool:
+        """Say whether a sequence that waited at its last move may wait for its load for two more steps, and will for
+        one."""
         load = pages.load
         begun = self._begun.get(load) if load is not None else None
         if load is None or begun is None or begun.waiting_since is None or load.failures != self._manager.failures:
             return False
         left = begun.choice.wait_s - begun.idle_s - (self._clock() - begun.waiting_since)
         over = load.failed or load.finished
-        return not over and left > seconds and self._expect_arrival(load, 0.0)(computed) > seconds
+        return not over and left > 2 * step_s and self._expect_arrival(load, 0.0)(computed) > step_s
 
     def _expect_arrival(self, load: PrefixLoad, least: float) -> Callable[[int], float]:
         """Estimate the seconds from now until all of a load from a token on is on the device, at `least` so many."""
