@@ -419,6 +419,8 @@ class TierIndex:
                 self._set_spare(node, True)
 
     def _set_spare(self, node: TierNode, spare: bool) -> None:
+        if not spare and not node.spare:
+            return
         node.spare = spare
         for order in (self._spare, self._get_tenant(node.tenant).spare):
             if not spare or node.busy:
@@ -473,8 +475,8 @@ class TierIndex:
             self.unsaved_slots -= count
         if node.pinned:
             self.pinned_slots -= count
-        # the copy's own writer or readers no longer count for the node
-        self._count_users(node, -copy.readers - (copy.state is CopyState.WRITING))
+        if users := copy.readers + (copy.state is CopyState.WRITING):  # they no longer count for the node
+            self._count_users(node, -users)
         self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
         if not node.copies:
             del self._nodes[page.key]
