@@ -61,20 +61,6 @@ def _load_tiles(w, at, live, EVICT_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _fetch_tiles(w, d, at):
-    """Ask L2 for the tiles `at` [W, T] and their scales."""
-    lane = tl.arange(0, 32)[None, None, :]
-    at = at.to(tl.int64)[:, :, None]
-    _prefetch(w + (at * 512 + lane * 16))
-    _prefetch(d + (at * 32 + lane % 2 * 16))
-
-
-@triton.jit
-def _prefetch(at):
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
-
-
-@triton.jit
 def _widen(packed, to: tl.constexpr):
     """q - 8 of words [32, W, T, r], in type `to`: [W, 32 T, 16] of columns 8 t + j and of columns 8 t + 4 + j, at
     index 4 t + j."""
@@ -165,20 +151,19 @@ def linear_q4(
     WK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
     MINIMUMS: tl.constexpr,
     GEGLU: tl.constexpr,
-    FETCHED: tl.constexpr = 0,
     DEPENDENT: tl.constexpr = 0,
 ):
     """Multiply any number of rows of x by tiles w, w_scale and w_minimum (see above); all else as `kernels.linear`.
 
     A program computes 32 T WN columns of y for COLUMNS rows of x over one of SPLITS parts of K; each of its WN WK warps
     takes T tiles (with GEGLU of gate, and T of up) of every WK-th block of columns. AHEAD blocks of weights and X_AHEAD
-    of x are on their way to registers, FETCHED blocks of weights to L2; the first weights before earlier kernels have
-    ended.
+    of x are on their way to registers; the first weights before earlier kernels have ended.
     Grid: (cdiv(N, 32 T WN) * cdiv(tokens, COLUMNS), SPLITS).
     """
     W: tl.constexpr = WN * WK
@@ -207,25 +192,18 @@ def linear_q4(
     for i in tl.static_range(AHEAD):
         at = block + i * WK
         blocks += (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
-    for i in range(AHEAD, FETCHED):
-        _fetch_tiles(w, w_scale, tile + tl.minimum(block + i * WK, BLOCKS - 1)[:, None])
     take_turn(DEPENDENT)
     values = ()
     for i in tl.static_range(X_AHEAD):
         at = (block + i * WK)[None, None, :, None, None]
         values += (tl.load(from_row + at * 32, mask=(rows < tokens) & (at < end), other=0.0),)
-    for step in range(0, PART, AHEAD):
-        later = ()
-        for i in tl.static_range(AHEAD):
-            if FETCHED:
-                later_at = block + (step + i + FETCHED) * WK
-                _fetch_tiles(w, w_scale, tile + tl.minimum(later_at, BLOCKS - 1)[:, None])
+    for step in range(0, PART, UNROLL):
+        for i in tl.static_range(UNROLL):
+            acc = _add_blocks(acc, blocks[0][0], blocks[0][1], blocks[0][2], values[0], MINIMUMS)
             at = block + (step + i + AHEAD) * WK
-            acc = _add_blocks(acc, blocks[i][0], blocks[i][1], blocks[i][2], values[0], MINIMUMS)
-            later += (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
+            blocks = blocks[1:] + (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
             at = (block + (step + i + X_AHEAD) * WK)[None, None, :, None, None]
             values = values[1:] + (tl.load(from_row + at * 32, mask=(rows < tokens) & (at < end), other=0.0),)
-        blocks = later
     m = token + tl.arange(0, COLUMNS)
     inside = (m < tokens)[None, :]
     # Warps that share rows are added up.

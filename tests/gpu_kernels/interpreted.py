@@ -201,18 +201,7 @@ def _float8() -> dict[str, Any]:
             chosen = torch.from_numpy(((self._bytes >> (8 * index)) & 0xFF).astype(np.uint8))
             return TensorHandle(chosen.view(torch.float8_e4m3fn).to(torch.float16).numpy(), tl.float16)
 
-    class Prefetch:
-        """Asks a cache for the memory at addresses, and gives 0."""
-
-        def __init__(self, values: list[Any]) -> None:
-            self._addresses = values[0].data
-
-        def get_result(self, index: int) -> Any:
-            return TensorHandle(np.zeros(self._addresses.shape, np.int32), tl.int32)
-
     def assemble(text: str, constraints: str, values: list[Any], *rest: Any) -> Any:
-        if text.startswith("prefetch."):
-            return Prefetch(values)
         return Nibbles(text, values) if "0x000f000f" in text else Pairs(text, constraints, values, *rest)
 
     return {"create_fp_to_fp": right_convert, "create_fma": right_fma, "create_inline_asm": assemble}
