@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wicore_trt.plugins.linear_configs import BUCKETS, find_bucket, linear_config  # noqa: E402
+from wicore_trt.plugins.linear_configs import BUCKETS, MEASURED, find_bucket, linear_config  # noqa: E402
 from wicore_trt.plugins.linear_layout import (  # noqa: E402
     LinearArrays,
     LinearConfig,
@@ -18,7 +18,7 @@ from wicore_trt.plugins.linear_layout import (  # noqa: E402
     linear_launch,
     partials_bytes,
 )
-from wicore_trt.weight_format import BF16, FP8, FP16, WeightFormat  # noqa: E402
+from wicore_trt.weight_format import BF16, FP8, FP16, Q4_0, WeightFormat  # noqa: E402
 
 SHAPE = LinearShape(100, 80, "bfloat16", FP8, "float32")
 
@@ -56,7 +56,7 @@ def test_parts_of_a_measured_layer_take_its_configuration() -> None:
     """With sums that are split so that no part is empty and half of a GPU is not idle."""
     for n, k in ((8192, 5376), (5376, 4096), (5376, 21504)):
         whole = LinearShape(n, k, "bfloat16", FP8, "float32")
-        for ranks, tokens in ((2, 8), (2, 32), (4, 16), (8, 64)):
+        for ranks, tokens in ((2, 32), (4, 16), (8, 64)):
             size = (n // ranks, k) if n == 8192 else (n, k // ranks)
             part, config = LinearShape(*size, "bfloat16", FP8, "float32"), linear_config("sm90", whole, tokens)
             found = linear_config("sm90", part, tokens)
@@ -64,13 +64,21 @@ def test_parts_of_a_measured_layer_take_its_configuration() -> None:
             assert replace(found, splits=config.splits) == config
     gate_up = LinearShape(10752, 5376, "bfloat16", FP8, "bfloat16", geglu=True)
     assert linear_config("sm90", gate_up, 8).block_n == 32
-    quarters = (2048, FP8, 8, "float32"), (5376, BF16, 32, "bfloat16")
+    quarters = (2048, FP8, 16, "float32"), (5376, BF16, 32, "bfloat16")
     found = [
         linear_config("sm90", LinearShape(n, 5376, "bfloat16", w, out, geglu=n == 5376), t) for n, w, t, out in quarters
     ]
     assert found[0].splits == 2 and found[1].block_n == 32
     half = LinearShape(4096, 5376, "bfloat16", FP8, "float32")
     assert linear_config("sm90", half, 32).splits == 2 and linear_config("sm90", half, 16).splits == 1
+
+
+def test_measured_layers_and_parts_are_taken_as_they_are() -> None:
+    formats = {"w16": BF16, "w4": Q4_0}
+    for (target, n, k, kind, geglu, bucket), config in MEASURED.items():
+        shape = LinearShape(n, k, "bfloat16", formats.get(kind, FP8), "float32", kind == "w8x8", geglu)
+        check_config(shape, config)
+        assert linear_config(target, shape, bucket) == config
 
 
 def test_geglu_never_overflows_float16() -> None:
