@@ -45,6 +45,10 @@ def hurry(pool: IoPool, timeout_s: float) -> None:
         pool._watch.notify()
 
 
+def recover(store: DiskStore) -> list[tuple[Page, tuple[int, ...]]]:
+    return [(page, tuple(slots)) for page, slots in store.recover_pages()]
+
+
 def make_page(number: int, group: str = "local") -> Page:
     """The same page for the same numbers, in every process."""
     key = blake2b(f"{group} {number}".encode(), digest_size=32).digest()

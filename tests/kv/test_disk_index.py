@@ -29,7 +29,7 @@ def open_index(path: Path, records: int = 64, files: Files | None = None) -> Slo
 
 
 def pages(index: SlotIndex) -> list[tuple[Page, tuple[int, ...]]]:
-    return list(index.load_pages())
+    return [(page, tuple(slots)) for page, slots in index.load_pages()]
 
 
 def simply(records: dict[int, tuple[Page, int, int, int]]) -> list[tuple[Page, tuple[int, ...]]]:
@@ -71,7 +71,7 @@ def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
     index = open_index(tmp_path)
     found = index.load_pages()
     expected = simply(records)
-    assert list(found) == expected
+    assert [(page, tuple(slots)) for page, slots in found] == expected
     used = {slot for _, slots in expected for slot in slots}
     assert not used & set(found.stale) and set(records) <= used | set(found.stale)
     ids = found.per_slot(found.write_ids, 64)

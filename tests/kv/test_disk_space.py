@@ -152,7 +152,7 @@ def test_a_smaller_limit_cuts_the_slabs(tmp_path: Path) -> None:
     assert used(tmp_path) <= 500_000 and store.num_slots < count
     assert sum(path.stat().st_size for path in tmp_path.rglob("slab-*")) == store.num_slots * 2 * SLOT
     found = dict(store.recover_pages())
-    assert sorted(found.values()) == [(slot,) for slot in range(store.num_slots)]
+    assert sorted(map(tuple, found.values())) == [(slot,) for slot in range(store.num_slots)]
     for page, slots in found.items():
         assert get(store, page, slots) == (Outcome.OK, [content(slots[0], 0)])
     store.close()

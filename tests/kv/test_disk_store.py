@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, wait_for
+from disk_store_helpers import SLOT, SPACE, buffers, content, get, hurry, make_page, open_store, put, recover, wait_for
 from msgspec import structs
 
 from wicore_trt.kv.disk.cipher import PageCipher
@@ -39,7 +39,7 @@ def test_a_page_comes_back_now_and_after_a_restart(tmp_path: Path, slots: tuple[
     assert get(store, page, slots) == (Outcome.OK, parts)
     store.close()
     store = open_store(tmp_path, cipher=cipher)
-    assert list(store.recover_pages()) == [(page, slots)]
+    assert recover(store) == [(page, slots)]
     assert get(store, page, slots) == (Outcome.OK, parts)
     store.close()
 
@@ -73,7 +73,7 @@ def test_another_namespace_finds_nothing(tmp_path: Path, change: dict) -> None:
     assert not list(other.recover_pages()) and get(other, page, [3])[0] is Outcome.CORRUPT
     other.close()
     store = open_store(tmp_path)
-    assert list(store.recover_pages()) == [(page, (3,))], "the first one is still there"
+    assert recover(store) == [(page, (3,))], "the first one is still there"
     store.close()
 
 
@@ -85,7 +85,7 @@ def test_encrypted_and_plain_pages_do_not_mix(tmp_path: Path, ciphers: tuple) ->
     slab = next(tmp_path.rglob("slab-*")).read_bytes()
     assert (PARTS[0] in slab) == (ciphers[0] is None)
     store = open_store(tmp_path, cipher=ciphers[1])
-    assert not list(store.recover_pages()) and get(store, page, [3])[0] is Outcome.CORRUPT
+    assert not recover(store) and get(store, page, [3])[0] is Outcome.CORRUPT
     store.close()
 
 
@@ -114,7 +114,7 @@ def test_another_key_reads_nothing(tmp_path: Path) -> None:
     put(store, page, [3], PARTS[:1])
     store.close()
     store = open_store(tmp_path, cipher=PageCipher(b"j" * 32))
-    assert [slots for _, slots in store.recover_pages()] == [(3,)]
+    assert [slots for _, slots in recover(store)] == [(3,)]
     assert get(store, page, [3])[0] is Outcome.CORRUPT
     store.close()
 
@@ -128,7 +128,7 @@ def test_erased_pages_stay_away_also_when_their_slots_were_used_again(tmp_path: 
     put(store, new, (3,), PARTS[:1])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover_pages()) == [(make_page(5), (9,)), (new, (3,))]
+    assert recover(store) == [(make_page(5), (9,)), (new, (3,))]
     assert get(store, old, (3, 4))[0] is Outcome.CORRUPT
     store.close()
 
@@ -139,13 +139,13 @@ def test_the_newest_of_two_copies_wins_and_the_older_is_gone_for_good(tmp_path: 
     put(store, page, (8,), [content(1, 0, 2)])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover_pages()) == [(page, (8,))]
+    assert recover(store) == [(page, (8,))]
     assert get(store, page, (8,)) == (Outcome.OK, [content(1, 0, 2)])
     assert get(store, page, (3,))[0] is Outcome.CORRUPT
     store.erase_slots((8,))
     store.close()
     store = open_store(tmp_path)
-    assert not list(store.recover_pages())
+    assert not recover(store)
     store.close()
 
 
@@ -155,9 +155,7 @@ def test_write_ids_grow_over_restarts_even_when_the_clock_does_not(
     monkeypatch.setattr("time.time_ns", lambda: 1000)
     for number in range(4):
         store = open_store(tmp_path)
-        assert [slots for _, slots in store.recover_pages()] == [(slot,) for slot in range(number)], (
-            "oldest write first"
-        )
+        assert [slots for _, slots in recover(store)] == [(slot,) for slot in range(number)], "oldest write first"
         put(store, make_page(number), (number,), [content(number, 0)])
         store.close()
 
@@ -192,7 +190,7 @@ def test_random_interleavings_against_a_dictionary(tmp_path: Path, cipher: objec
             for (kept, slots), (when, parts) in sorted(model.items(), key=lambda item: item[1][0]):
                 newest[kept.name] = ((kept, slots), (when, parts))
             model = dict(sorted(newest.values(), key=lambda item: item[1][0]))
-            assert list(store.recover_pages()) == list(model)
+            assert recover(store) == list(model)
         elif model and action < 0.9:
             key = choose.choice(list(model))
             assert get(store, *key) == (Outcome.OK, model[key][1])
@@ -287,7 +285,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
             assert get(store, page, (3,))[0] is Outcome.CORRUPT
     store.close()
     store = open_store(tmp_path)
-    assert not list(store.recover_pages())
+    assert not recover(store)
     store.close()
 
 
@@ -355,7 +353,7 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
     assert get(store, make_page(2), (0,)) == (Outcome.OK, PARTS[:1])
     store.close()
     store = open_store(tmp_path)
-    assert list(store.recover_pages()) == [(make_page(2), (0,))]
+    assert recover(store) == [(make_page(2), (0,))]
     store.close()
 
 
@@ -382,7 +380,7 @@ def test_lost_writes_and_lost_records_are_misses(tmp_path: Path) -> None:
     newer: dict[Page, tuple[tuple[int, ...], list[bytes]]] = {}
     for version in range(2):
         store = open_store(tmp_path)
-        list(store.recover_pages())
+        recover(store)
         for number in range(30):
             page, slots = make_page(number), ((number * 7) % 31, 31 + number)
             parts = [content(number, part, version) for part in range(2)]
@@ -401,7 +399,7 @@ def test_lost_writes_and_lost_records_are_misses(tmp_path: Path) -> None:
                 data[at : at + step] = old[at : at + step]
         path.write_bytes(data)
     store, outcomes = open_store(tmp_path), set()
-    for page, slots in store.recover_pages():
+    for page, slots in recover(store):
         outcome, found = get(store, page, slots)
         outcomes.add(outcome)
         expected = [[content(page.index, part, version) for part in range(2)] for version in range(2)]
@@ -432,7 +430,7 @@ def test_an_index_that_cannot_be_read_recovers_nothing(tmp_path: Path) -> None:
     files = Weak()
     store = open_store(tmp_path, files=files)
     files.read_error = errno.EIO
-    assert not list(store.recover_pages())
+    assert not recover(store)
     assert wait_for(store.read_page, make_page(1), (3,), [aligned_buffer(SLOT)]) is Outcome.CORRUPT
     store.close()
 

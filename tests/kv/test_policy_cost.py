@@ -239,7 +239,7 @@ def test_generated_pages_count_for_lru_too() -> None:
     trial_wins(guard)
     answer = path_of(*(("answer", i) for i in range(8)))
     for node in answer:
-        guard.hold_page(node)
+        guard.hold_pages([node])
     assert any(guard.observe_request(answer[: i + 1], 0) for i in range(7)), "LRU would have hit them"
 
 

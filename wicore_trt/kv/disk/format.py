@@ -50,6 +50,8 @@ _RECORD_FIELDS = [
     ("tenant", f"V{TENANT_BYTES}"), ("index", "<u4"), ("expires", "<u4"), ("write_id", "<u8"), ("part", "<u2"),
     ("parts", "<u2"), ("slot", "<u4"),
 ]  # fmt: skip
+SAME_IN_PARTS = slice(4, 4 + 2 + 2 + 2 * KEY_BYTES + TENANT_BYTES + 4)
+"""Bytes of a record, from its group to its index in the chain, that are the same for all parts of a page."""
 _TOKENS_BOUND = b"wicore-kv-tokens"
 
 

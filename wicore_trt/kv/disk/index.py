@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer, move_buffers
@@ -25,6 +27,8 @@ from wicore_trt.kv.disk.format import (
     FLAG_TOKENS,
     KEY_BYTES,
     RECORD_MAGIC,
+    SAME_IN_PARTS,
+    SEALED_BYTES,
     Namespace,
     SlotFormat,
     record_check,
@@ -32,8 +36,9 @@ from wicore_trt.kv.disk.format import (
 )
 from wicore_trt.kv.pages.page import Page
 
-_SAME_IN_ALL_PARTS = ("group", "flags", "key", "parent", "tenant", "index", "parts")
 _READ_BYTES = 1 << 30
+_AT_ONCE = 1 << 14
+"""Records at once that stay in a processor's cache."""
 _WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is damage, and would overflow soon
 _log = logging.getLogger(__name__)
 
@@ -75,12 +80,11 @@ class FoundPages:
             # write ids are times: a clock that was set back since must not lengthen anybody's time
             now = max(now, self.last_write / 1e9)
             keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
-        self._records = records
         self.expires: NDArray[np.uint32] = ends[keep]
-        self._heads, self._first, self._counts = heads[keep], first[keep], counts[keep]
-        self._parts = parts
+        self._first, self._counts, self._parts = first[keep], counts[keep], parts
+        self._heads = records[heads[keep]]  # copies: the others need not stay in memory
         self._groups = namespace.groups
-        self.write_ids: NDArray[np.uint64] = records["write_id"][self._heads]
+        self.write_ids: NDArray[np.uint64] = self._heads["write_id"]
         stale = (self.per_slot(self.write_ids, len(records)) == 0) & (records["magic"] != 0)
         self.stale: list[int] = np.flatnonzero(stale).tolist()
         self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
@@ -97,27 +101,29 @@ class FoundPages:
         """Ends of the pages with a time to live by key, in seconds since 1970."""
         at = np.flatnonzero(self.expires)
         ends: dict[bytes, int] = {}
-        for key, end in zip(self._records["key"][self._heads[at]].tolist(), self.expires[at].tolist(), strict=True):
+        for key, end in zip(self._heads["key"][at].tolist(), self.expires[at].tolist(), strict=True):
             ends[key] = min(end, ends.get(key, end))
         return ends
 
-    def __iter__(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
-        groups, slots = self._groups, self._parts.tolist()
-        names = ("key", "group", "index", "parent", "tenant", "flags", "write_id")
-        columns = [self._records[name][self._heads].tolist() for name in names]
-        stored = np.ascontiguousarray(self._records["tokens"][self._heads]).view(np.uint8).data
-        size = self._records.dtype["tokens"].itemsize
-        places = zip(range(0, size * len(self._heads), size), self._first.tolist(), self._counts.tolist(), strict=True)
-        known: dict[bytes, bytes] = {}  # one object for equal keys and tenants: a fleet's disk has millions of pages
-        for (at, first, count), found in zip(places, zip(*columns, strict=True), strict=True):
-            key, group, index, parent, tenant, flags, write_id = found
-            key, tenant = known.setdefault(key, key), known.setdefault(tenant, tenant)
-            parent = known.setdefault(parent, parent) if flags & FLAG_PARENT else None
-            page = Page(key, groups[group], index, parent, tenant)
-            if self._format is not None and flags & FLAG_TOKENS:
-                tokens = self._format.open_tokens(page, count, write_id, stored[at : at + size])
-                page = Page(key, groups[group], index, parent, tenant, tokens)
-            yield page, tuple(slots[first : first + count])
+    def __iter__(self) -> Iterator[tuple[Page, Sequence[int]]]:
+        groups, slots = self._groups, array("I", self._parts.astype(np.uint32).tobytes())
+        known: dict[Any, Any] = {}  # one object for equal values: a fleet's disk has millions of pages
+        one, slot_format = known.setdefault, self._format
+        plain = slot_format is not None and not slot_format.encrypts
+        for begin in range(0, len(self._heads), _AT_ONCE):
+            some = slice(begin, begin + _AT_ONCE)
+            heads = self._heads[some]
+            names = ("key", "group", "index", "parent", "tenant", "flags", "write_id", "tokens")
+            columns = [heads[name].tolist() for name in names]
+            columns += [self._first[some].tolist(), self._counts[some].tolist()]
+            for key, group, index, parent, tenant, flags, write_id, stored, first, count in zip(*columns, strict=True):
+                tokens = stored[SEALED_BYTES:] if plain and flags & FLAG_TOKENS else b""
+                above = one(parent, parent) if flags & FLAG_PARENT else None
+                page = Page(one(key, key), groups[group], one(index, index), above, one(tenant, tenant), tokens)
+                if slot_format is not None and slot_format.encrypts and flags & FLAG_TOKENS:
+                    tokens = slot_format.open_tokens(page, count, write_id, stored)
+                    page = structs.replace(page, tokens=tokens)
+                yield page, slots[first : first + count]
 
 
 class SlotIndex:
@@ -237,21 +243,22 @@ def find_runs(slots: Sequence[int], slab_slots: int = 1 << 63) -> Iterator[tuple
 
 def _find_candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
     """Slots whose record is whole and belongs here."""
-    plausible = (records["magic"] == RECORD_MAGIC) & (records["slot"] == np.arange(len(records)))
-    plausible &= (records["flags"] & FLAG_SEALED) == flags
-    plausible &= (records["group"] < len(namespace.groups)) & (records["part"] < records["parts"])
-    plausible &= (records["write_id"] > 0) & (records["write_id"] < _WRITE_ID_END)
-    slots: NDArray[np.int64] = np.flatnonzero(plausible)
-    raw = records.view(np.uint8).data
-    checks = records["check"][slots].tolist()
-    size = records.dtype.itemsize
-    starts = (slots * size).tolist()
-    whole = [
-        record_check(raw[start : start + size - CHECK_BYTES]) == check
-        for start, check in zip(starts, checks, strict=True)
-    ]
-    found: NDArray[np.int64] = slots[np.array(whole, dtype=bool)]
-    return found
+    raw, size = records.view(np.uint8).data, records.dtype.itemsize
+    found = [np.zeros(0, np.int64)]
+    for begin in range(0, len(records), _AT_ONCE):
+        some = records[begin : begin + _AT_ONCE]
+        plausible = (some["magic"] == RECORD_MAGIC) & (some["slot"] == np.arange(begin, begin + len(some)))
+        plausible &= (some["flags"] & FLAG_SEALED) == flags
+        plausible &= (some["group"] < len(namespace.groups)) & (some["part"] < some["parts"])
+        plausible &= (some["write_id"] > 0) & (some["write_id"] < _WRITE_ID_END)
+        places = np.flatnonzero(plausible)
+        checks, slots = some["check"][places].tolist(), places + begin
+        whole = [
+            record_check(raw[start : start + size - CHECK_BYTES]) == check
+            for start, check in zip((slots * size).tolist(), checks, strict=True)
+        ]
+        found.append(slots[np.array(whole, dtype=bool)])
+    return np.concatenate(found)
 
 
 def _find_complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -265,9 +272,10 @@ def _find_complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple
     first = np.repeat(starts, counts)
     good = records["part"][order] == np.arange(len(order)) - first
     good &= records["parts"][order] == np.repeat(counts, counts)
-    for name in _SAME_IN_ALL_PARTS:
-        column = records[name][order]
-        good &= column == column[first]
+    same = records.getfield(f"V{SAME_IN_PARTS.stop - SAME_IN_PARTS.start}", SAME_IN_PARTS.start)
+    for begin in range(0, len(order), _AT_ONCE):
+        some = slice(begin, begin + _AT_ONCE)
+        good[some] &= same[order[some]] == same[order[first[some]]]
     whole = np.logical_and.reduceat(good, starts)
     return order[np.repeat(whole, counts)], counts[whole]
 

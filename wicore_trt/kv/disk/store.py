@@ -151,7 +151,7 @@ class DiskStore:
         """True while all threads hang in operations that timed out; until one comes back nothing is accepted."""
         return self._pool.stalled
 
-    def recover_pages(self) -> Iterator[tuple[Page, tuple[int, ...]]]:
+    def recover_pages(self) -> Iterator[tuple[Page, Sequence[int]]]:
         """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
         before the first write. `ending` then says by key when the time of those that have one is over, in seconds
         since 1970; it counts on whether the server runs or not.

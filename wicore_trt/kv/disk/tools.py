@@ -158,7 +158,7 @@ class StoredNamespace:
         1970) none whose time is over."""
         return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0, now)
 
-    def find_fault(self, page: Page, slots: tuple[int, ...], write_id: int, slot_format: SlotFormat) -> str | None:
+    def find_fault(self, page: Page, slots: Sequence[int], write_id: int, slot_format: SlotFormat) -> str | None:
         """Find why a server would not get this page; None when it would."""
         try:
             for part, slot in enumerate(slots):

@@ -150,8 +150,8 @@ class CostPolicy(ChainPolicy):
         self._groups[group] = None
         for node in nodes:
             node.group = group
-            if self._guard is not None:
-                self._guard.hold_page(node)
+        if self._guard is not None:
+            self._guard.hold_pages(nodes)
 
     def remove_page(self, key: object) -> None:
         super().remove_page(key)
@@ -208,12 +208,15 @@ class LRUGuard:
         """Begin a trial from the pages that the tier holds, in any order."""
         self.trial, self._lead = _Trial(self._capacity, self._worth, residents), 0.0
 
-    def hold_page(self, node: Node) -> None:
-        """Note that a page came into the tier that no request looked up (a generated one)."""
-        self._lru[node.key] = None
+    def hold_pages(self, nodes: Sequence[Node]) -> None:
+        """Note that pages came into the tier that no request looked up (generated ones, or all after a restart)."""
+        lru = self._lru
+        for node in nodes:
+            lru[node.key] = None
         self._shrink_lru()
         if self.trial is not None:
-            self.trial.hold_page(node)
+            for node in nodes:
+                self.trial.hold_page(node)
 
     def observe_request(self, path: Sequence[Node], hits: int) -> bool:
         """Learn from a request of which the tier held the first `hits` pages; returns whether the verdict changed."""

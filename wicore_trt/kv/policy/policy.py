@@ -151,7 +151,7 @@ class ChainPolicy(ABC):
                 above.children += 1
         if pages:
             self._adopt_pages(list(self._nodes.values()))
-        self._heap = [(0.0, 0, node.version, node) for node in self._nodes.values()]
+        self._heap = [(0.0, 0, node.version, node) for node in self._nodes.values() if not node.children]
         self.rebuild_heap()
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:  # noqa: B027, likewise

@@ -1,20 +1,23 @@
 """Books of the host or the disk tier on plain data: the slots that hold its pages.
 
 One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
-through a policy over chain nodes; it must not know bytes, threads or clocks. A node is one page index of a chain; it
-has a copy per layer group. The primary group (global, where the model has it) carries the chain; a local copy leaves
-with its node, or earlier when no request is expected to resume there. Invariant (I6) (`check_integrity`): every slot is
+through a policy over chain nodes; it must not know bytes, threads or clocks. A node is one page index of a chain. Its
+copy of the primary group (global, where the model has it) carries the chain; that of the other group leaves with its
+node, or earlier when no request is expected to resume there. Invariant (I6) (`check_integrity`): every slot is
 free or belongs to exactly one copy; a copy that is written, read or lost is never evicted and its slots are never
 handed out.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from wicore_trt.collector import collection_paused
 from wicore_trt.kv.pages.page import Page
@@ -31,21 +34,25 @@ class Recency(LRUPolicy):
     _clock_per_page = 1
 
 
-@dataclass(slots=True, eq=False)
-class TierNode:
-    """Copies of one page index of a chain. `busy` counts writers, readers and one for a session's pin (`pinned`);
-    `spare`: the local copy is to leave before any other page."""
+class TierNode(Struct, eq=False, gc=False):
+    """Copies of one page index of a chain: of the primary group, and of the other one. `busy` counts writers, readers
+    and one for a session's pin (`pinned`); `spare`: the local copy is to leave before any other page."""
 
     key: bytes
     tenant: bytes
-    copies: dict[str, TierCopy] = field(default_factory=dict)
+    carrier: TierCopy | None = None
+    local: TierCopy | None = None
     busy: int = 0
     pinned: bool = False
     spare: bool = False
 
     @property
+    def copies(self) -> list[TierCopy]:
+        return [copy for copy in (self.carrier, self.local) if copy is not None]
+
+    @property
     def slots(self) -> int:
-        return sum(len(copy.slots) for copy in self.copies.values())
+        return sum(len(copy.slots) for copy in self.copies)
 
 
 @dataclass(slots=True)
@@ -94,7 +101,7 @@ class TierIndex:
         self._quota_slots = int(quota * num_slots)
         self._pin_slots = int(pin_share * num_slots)
         self._on_evict = on_evict
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = array("I", range(num_slots - 1, -1, -1))
         self._coming = 0
         self._nodes: dict[Key, TierNode] = {}
         self._spare: OrderedDict[bytes, None] = OrderedDict()  # keys of spare nodes that nobody uses, oldest first
@@ -115,13 +122,12 @@ class TierIndex:
     def find_newest(self, count: int) -> list[Page]:
         """Pages of the primary group that can be read, the newest first, among as many nodes."""
         nodes = islice(reversed(self._nodes.values()), count)
-        copies = (node.copies.get(self.primary) for node in nodes)
-        return [copy.page for copy in copies if copy is not None and copy.ready]
+        return [node.carrier.page for node in nodes if node.carrier is not None and node.carrier.ready]
 
     def withhold_slots(self, first: int, stop: int) -> None:
         """Take free slots [first, stop) out of use until `grant_slots`: something else has their memory, or nothing."""
         before = len(self._free)
-        self._free = [slot for slot in self._free if not first <= slot < stop]
+        self._free = array("I", (slot for slot in self._free if not first <= slot < stop))
         assert before - len(self._free) == stop - first, "only a free slot can be withheld"
         self._coming += stop - first
 
@@ -133,29 +139,30 @@ class TierIndex:
     def set_aside(self, first: int, others: Collection[int]) -> list[int]:
         """Take the free slots from `first` on, and of the others those that are free, out of use until `give_back`."""
         taken = [slot for slot in self._free if slot >= first or slot in others]
-        self._free = [slot for slot in self._free if slot < first and slot not in others]
+        self._free = array("I", (slot for slot in self._free if slot < first and slot not in others))
         self._coming += len(taken)
         return taken
 
     def give_back(self, slots: list[int]) -> None:
         """Slots that were set aside can be used, when no other is free."""
         self._coming -= len(slots)
-        self._free[:0] = slots
+        self._free[:0] = array("I", slots)
 
     def find_copy(self, group: str, key: bytes) -> TierCopy | None:
         """Find the copy of a page, in state WRITING or READY, or None."""
         node = self._nodes.get(key)
-        return node.copies.get(group) if node is not None else None
+        if node is None:
+            return None
+        return node.carrier if group == self.primary else node.local
 
     def find_ready(self, group: str, key: bytes) -> TierCopy | None:
         """Find the copy of a page, if it can be read."""
-        node = self._nodes.get(key)
-        copy = node.copies.get(group) if node is not None else None
+        copy = self.find_copy(group, key)
         return copy if copy is not None and copy.state is CopyState.READY else None
 
     def iterate_copies(self) -> Iterator[TierCopy]:
         """Iterate over the copies that can be found, in no particular order. Do not change the index meanwhile."""
-        return (copy for node in self._nodes.values() for copy in node.copies.values())
+        return (copy for node in self._nodes.values() for copy in node.copies)
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -167,23 +174,25 @@ class TierIndex:
         need = slots or self.slots_per_page[page.group]
         if not self._make_room(need, page):
             return None
-        taken = sorted(self._free[-need:])  # side by side where that can be: fewer, larger moves
+        taken = array("I", sorted(self._free[-need:]))  # side by side where that can be: fewer, larger moves
         del self._free[-need:]
-        copy = TierCopy(page, tuple(taken))
+        copy = TierCopy(page, taken)
         node = self._nodes.get(page.key)
         if node is None:
             node = self._nodes[page.key] = TierNode(page.key, page.tenant)
         self._unpin_node(node)
-        node.copies[page.group] = copy
         self._get_tenant(page.tenant).slots += need
         self.unsaved_slots += need
-        if page.group == self.primary:
+        if page.group != self.primary:
+            node.local = copy
+        else:
+            node.carrier = copy
             for policy in self._find_policies(page.tenant):
                 policy.add_pages([page.key], page.parent)
                 if node.busy:
                     policy.pin_pages([page.key])
         self._count_users(node, 1)
-        self._set_spare(node, self.primary not in node.copies)
+        self._set_spare(node, node.carrier is None)
         above = self._nodes.get(page.parent) if page.parent is not None else None
         if page.key in self._pins and (above is None or above.pinned):
             self._try_pin_node(node)
@@ -218,31 +227,38 @@ class TierIndex:
         self._free.extend(copy.slots)
 
     @collection_paused()
-    def restore_pages(self, found: Iterable[tuple[Page, tuple[int, ...]]]) -> None:
+    def restore_pages(self, found: Iterable[tuple[Page, Sequence[int]]]) -> None:
         """Take over pages that a store recovered, oldest first, no slot twice; for an index that is empty. They are
         READY and saved. A page whose slots do not fit this index is left out; what passes a tenant's quota leaves."""
         assert not self._nodes and not self._lost and not self._pins
-        used = bytearray(self.num_slots)
+        nodes, primary, taken = self._nodes, self.primary, array("I")
+        sizes = {group: {self.slots_per_page[group], self.raw_slots[group]} for group in self.slots_per_page}
+        shares, last = Counter[bytes](), self.num_slots - 1
         chains: list[tuple[bytes, bytes | None, int]] = []
         for page, slots in found:
             need, group = len(slots), page.group
-            if need not in (self.slots_per_page.get(group), self.raw_slots.get(group)):
+            if need not in sizes.get(group, ()) or need > self._quota_slots or max(slots) > last:
                 continue
-            if need > self._quota_slots or max(slots) >= self.num_slots:
+            if (node := nodes.get(page.key)) is None:
+                node = nodes[page.key] = TierNode(page.key, page.tenant)
+            elif (node.carrier if group == primary else node.local) is not None:
                 continue
-            if (node := self._nodes.get(page.key)) is None:
-                node = self._nodes[page.key] = TierNode(page.key, page.tenant)
-            elif page.group in node.copies:
-                continue
-            node.copies[page.group] = TierCopy(page, slots, CopyState.READY, saved=True, found=True)
-            self.pages[page.group] += 1
-            self._get_tenant(page.tenant).slots += need
-            for slot in slots:
-                used[slot] = 1
-            if page.group == self.primary:
+            copy = TierCopy(page, slots, CopyState.READY, saved=True, found=True)
+            if group == primary:
+                node.carrier = copy
                 chains.append((page.key, page.parent, page.index))
-        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not used[slot]]
-        for node in [node for node in self._nodes.values() if self.primary not in node.copies]:
+            else:
+                node.local = copy
+            self.pages[group] += 1
+            shares[page.tenant] += need
+            taken.extend(slots)
+        used = bytearray(self.num_slots)
+        for slot in taken:
+            used[slot] = 1
+        self._free = array("I", (slot for slot in range(last, -1, -1) if not used[slot]))
+        for tag, count in shares.items():
+            self._get_tenant(tag).slots = count
+        for node in [node for node in self._nodes.values() if node.carrier is None]:
             self._set_spare(node, True)
         self.policy.add_all(chains)
         if self._quota_slots < self.num_slots:
@@ -296,7 +312,7 @@ class TierIndex:
         """Drop all READY copies of a page; with `written` also those that are being written, whose buffers may change
         until `reclaim_slots`."""
         node = self._nodes.get(key)
-        for copy in list(node.copies.values()) if node is not None else ():
+        for copy in node.copies if node is not None else ():
             if copy.ready:
                 self.drop_copy(copy, cause)
             elif written:
@@ -306,7 +322,7 @@ class TierIndex:
         """No request is expected to need these local copies: they leave before any other page."""
         for key in keys if group != self.primary else ():
             node = self._nodes.get(key)
-            if node is not None and group in node.copies:
+            if node is not None and node.local is not None:
                 self._set_spare(node, True)
 
     def pin_keys(self, keys: Iterable[bytes]) -> None:
@@ -340,7 +356,7 @@ class TierIndex:
                 step //= 2
                 continue
             for key in victims[seen:]:
-                copies = [c for c in self._nodes[key].copies.values() if c.ready and not c.saved]
+                copies = [c for c in self._nodes[key].copies if c.ready and not c.saved]
                 found += copies
                 slots -= sum(len(copy.slots) for copy in copies)
             seen += step
@@ -407,7 +423,7 @@ class TierIndex:
         """Tell the policies that these nodes have become busy, or are not any more."""
         if not nodes:
             return
-        carriers = [node for node in nodes if self.primary in node.copies]
+        carriers = [node for node in nodes if node.carrier is not None]
         if self._quota_slots >= self.num_slots:
             (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])
         else:
@@ -449,13 +465,14 @@ class TierIndex:
         """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
         key = next((key for key in spare if key not in stays[:1]), None)
         if key is not None:
-            node = self._nodes[key]
-            leaving, cause = [c for group, c in node.copies.items() if group != self.primary], "window"
+            local = self._nodes[key].local
+            assert local is not None
+            leaving, cause = [local], "window"
         else:
             victims = policy.choose_victims(1, set(stays))
             if victims is None:
                 return False
-            leaving = list(self._nodes[victims[0]].copies.values())
+            leaving = self._nodes[victims[0]].copies
         for copy in leaving:
             self._remove_copy(copy, cause)
         return True
@@ -465,7 +482,9 @@ class TierIndex:
         if page.group == self.primary:
             for policy in self._find_policies(page.tenant):
                 policy.remove_page(page.key)
-        del node.copies[page.group]
+            node.carrier = None
+        else:
+            node.local = None
         if copy.ready:
             self.pages[page.group] -= 1
             self.evictions[cause] += 1
@@ -477,8 +496,8 @@ class TierIndex:
             self.pinned_slots -= count
         if users := copy.readers + (copy.state is CopyState.WRITING):  # they no longer count for the node
             self._count_users(node, -users)
-        self._set_spare(node, bool(node.copies) and self.primary not in node.copies)
-        if not node.copies:
+        self._set_spare(node, node.carrier is None and node.local is not None)
+        if node.carrier is node.local is None:
             del self._nodes[page.key]
             if not tenant.slots:
                 del self._tenants[page.tenant]
@@ -503,21 +522,21 @@ class TierIndex:
     def check_integrity(self) -> None:
         """Assert the invariant of this module and the counters."""
         copies = list(self.iterate_copies())
-        slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + self._free
+        slots = [slot for copy in (*copies, *self._lost) for slot in copy.slots] + list(self._free)
         assert len(slots) == len(set(slots)) == self.num_slots - self._coming, "a slot is lost or shared"
         assert all(c.state in (CopyState.WRITING, CopyState.READY) for c in copies), "a copy in the index has ended"
         assert all(c.state is CopyState.LOST for c in self._lost)
         for key, node in self._nodes.items():
             assert node.copies and node.key == key, "an empty node"
-            working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies.values())
+            working = sum(c.readers + (c.state is CopyState.WRITING) for c in node.copies)
             assert node.busy == working + node.pinned, "a node's users are miscounted"
             for policy in self._find_policies(node.tenant):
-                assert (key in policy) == (self.primary in node.copies), "policy and index disagree"
-            assert self.primary in node.copies or node.spare, "a copy can never leave"
-            assert not node.spare or set(node.copies) - {self.primary}, "a spare node without a local copy"
+                assert (key in policy) == (node.carrier is not None), "policy and index disagree"
+            assert node.carrier is not None or node.spare, "a copy can never leave"
+            assert not node.spare or node.local is not None, "a spare node without a local copy"
             idle = node.spare and not node.busy
             assert idle == (key in self._spare) == (key in self._tenants[node.tenant].spare), "a spare copy is stuck"
-        assert len(self.policy) == sum(self.primary in n.copies for n in self._nodes.values())
+        assert len(self.policy) == sum(n.carrier is not None for n in self._nodes.values())
         assert sum(len(tenant.spare) for tenant in self._tenants.values()) == len(self._spare)
         self.policy.check_integrity()
         ready, tenants = Counter(c.page.group for c in copies if c.ready), Counter[bytes]()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec import Struct
+
 from wicore_trt.kv.pages.page import Page
 
 
@@ -40,15 +42,14 @@ Checksum = tuple[bytes, Page]
 """The digest of a page's bytes, and the identity that they belong to: equal only where both are."""
 
 
-@dataclass(slots=True, eq=False)
-class TierCopy:
-    """Page in one tier. The number of its `slots` tells whether it is coded. `readers` count transfers that read them;
-    `checksum` is set by the tier that checks it; `saved`: the next tier has had it, or is not to have it; `origin` is
-    the tier it was fetched from and not used since, for the statistics; `private`: one sequence alone can use it;
-    `found`: it was ready once, and not private, so events tell when it leaves."""
+class TierCopy(Struct, eq=False, gc=False):
+    """Page in one tier, a Struct as it is smallest. The number of its `slots` tells whether it is coded. `readers`
+    count transfers that read them; `checksum` is set by the tier that checks it; `saved`: the next tier has had it, or
+    is not to have it; `origin` is the tier it was fetched from and not used since, for the statistics; `private`: one
+    sequence alone can use it; `found`: it was ready once, and not private, so events tell when it leaves."""
 
     page: Page
-    slots: tuple[int, ...]
+    slots: Sequence[int]
     state: CopyState = CopyState.WRITING
     readers: int = 0
     checksum: Checksum | None = None
