@@ -319,3 +319,20 @@ def test_ranks_compute_what_one_computes(tmp_path: Path) -> None:
         finally:
             executor.close()
     assert float((found[0] - found[1]).abs().max() / found[0].abs().max()) < 0.03
+
+
+@pytest.mark.parametrize(("bits", "said"), [(0x6FFF, ""), (0xF000, r"reaches 65536, beyond float16's 65504, in row 2")])
+def test_a_scale_whose_minimum_float16_cannot_hold_is_refused(tmp_path: Path, bits: int, said: str) -> None:
+    """Q4_0 beside Q4_1 in one linear has the minimum -8 d."""
+    path, name = tmp_path / "m.gguf", "blk.1.ffn_down.weight"
+    write_gguf(path, "Q4_0", kinds={"blk.0.ffn_down.weight": "Q4_1"})
+    at = next(t for t in gguf.GGUFReader(path).tensors if t.name == name)
+    data = bytearray(path.read_bytes())
+    first = int(at.data_offset) + 2 * (int(at.n_bytes) // HIDDEN)
+    data[first : first + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    if not said:
+        assert convert(path, tmp_path / "c", dtype="q4_0").path
+        return
+    with pytest.raises(CheckpointError, match=rf"{name}: beside Q4_1 .* {said}"):
+        convert(path, tmp_path / "c", dtype="q4_0")

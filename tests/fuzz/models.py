@@ -35,7 +35,9 @@ GGUF_NAMES = {
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_F32, GGUF_F16, GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0, GGUF_BF16 = 0, 1, 2, 6, 8, 30
-GGUF_BLOCKS = (GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0, 3, 7, 20, 39)  # and Q4_1, Q5_1, IQ4_NL, MXFP4: blocks of 32
+GGUF_Q4_1 = 3
+GGUF_BLOCKS = (GGUF_Q4_0, GGUF_Q5_0, GGUF_Q8_0, GGUF_Q4_1, 7, 20, 39)  # and Q5_1, IQ4_NL, MXFP4: blocks of 32
+GGUF_KINDS = (GGUF_F32, GGUF_F16, GGUF_BF16, *GGUF_BLOCKS)
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -136,8 +138,10 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def gguf_tensors(rng: np.random.Generator, change: Callable[..., None] | None = None) -> list[dict[str, Any]]:
-    """Tensors of a GGUF as llama.cpp's converter writes them: norms + 1; matrices of random types, or, when `change`
+def gguf_tensors(
+    rng: np.random.Generator, change: Callable[..., None] | None = None, kinds: tuple[int, ...] = GGUF_KINDS
+) -> list[dict[str, Any]]:
+    """Tensors of a GGUF as llama.cpp's converter writes them: norms + 1; matrices of random `kinds`, or, when `change`
     changes values, float32."""
     import gguf
 
@@ -146,7 +150,7 @@ def gguf_tensors(rng: np.random.Generator, change: Callable[..., None] | None = 
     if change is not None:
         change(rng, values, 0.0)
     for name, x in values.items():
-        kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16, *GGUF_BLOCKS]))
+        kind = int(rng.choice(kinds))
         if x.ndim == 1:
             kind = int(rng.choice([GGUF_F32, GGUF_F16, GGUF_BF16]))
         if change is not None:

@@ -377,8 +377,41 @@ def _break_gguf(
         tensor["raw"] = tensor["raw"][:-4] + bytes(pick(rng, [rng.bytes(4), b"\x00\x00\x80\x7f", b"\x00\x7e\x00\x7e"]))
 
 
+def blocks(rng: np.random.Generator) -> Case:
+    """A GGUF of Q4_0, mostly with some Q4_1 or others: odd scales, kinds, places and bytes."""
+    others = pick(rng, [(), (models.GGUF_Q4_1,), (models.GGUF_Q4_1,), (models.GGUF_Q4_1, models.GGUF_Q8_0, 1, 30)])
+    tensors, keys = models.gguf_tensors(rng, kinds=(models.GGUF_Q4_0,) * 6 + others), models.metadata()
+    matrices = [t for t in tensors if t["kind"] in SCALES]
+    for _ in range(int(rng.integers(0, 3))):
+        tensor, how = pick(rng, matrices), rng.random()
+        if how < 0.6:
+            size, words = SCALES[tensor["kind"]]
+            raw = bytearray(tensor["raw"])
+            for _ in range(int(rng.integers(1, 4))):
+                at = int(rng.integers(len(raw) // size)) * size + 2 * int(rng.integers(words))
+                raw[at : at + 2] = pick(rng, ODD_HALVES).to_bytes(2, "little")
+            tensor["raw"] = bytes(raw)
+        elif how < 0.7:
+            tensor["kind"] = int(pick(rng, [*SCALES, 0, 1, 6, 7, 20, 30]))
+        elif how < 0.8:
+            length = len(tensor["raw"])
+            tensor["at"] = int(pick(rng, [0, length, 32 * int(rng.integers(400)), 1 << 20, (1 << 64) - 32]))
+        elif how < 0.9:
+            tensor["raw"] = pick(rng, [tensor["raw"][:-32], tensor["raw"] * 2, rng.bytes(len(tensor["raw"]))])
+        else:
+            tensor["dims"] = pick(rng, [tensor["dims"][::-1], [2 * tensor["dims"][0], tensor["dims"][1] // 2]])
+    data, how = models.gguf_file(keys, tensors), rng.random()
+    if how < 0.3:
+        data = flipped(rng, data) if how < 0.2 else data[: int(rng.integers(len(data)))]
+    return Case({"m.gguf": data}, "m.gguf", str(pick(rng, [*TARGETS, "q4_0", "q4_0", "q4_0", "q4_0", "q4_0"])))
+
+
+SCALES = {models.GGUF_Q4_0: (18, 1), models.GGUF_Q4_1: (20, 2), models.GGUF_Q8_0: (34, 1)}
+"""Bytes of a block by its kind, and the float16s in front of them."""
+ODD_HALVES = [0, 0x8000, 1, 0x83FF, 0x0400, 0x3C00, 0x6FFF, 0x7000, 0xF000, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E01]
+"""float16: zeros, denormals, the least normal one, 1, the largest of which 8 times fits, and beyond; inf and NaN."""
 KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
     "whole": whole, "config": config, "safetensors": safetensors, "index": index, "tokenizer": tokenizer, "gguf": gguf,
-    "template": template, "ropes": ropes, "values": values, "vocabulary": vocabulary,
+    "template": template, "ropes": ropes, "values": values, "vocabulary": vocabulary, "blocks": blocks,
 }  # fmt: skip
 """Maker of cases by the name that the runner prints. A kind of file with its own runner is a line of its own here."""

@@ -362,10 +362,13 @@ class _Conversion:
             check_cast(place, f"a block's scale of {name}", rows[0], values / np.float32(8), blocks.scales, "F16")
         else:
             blocks = split(self._source.read_blocks(name, *rows))
-        if linear and linear_kind(tensor.name) in self._weights.minimums:
-            blocks = blocks.add_minimums()
         for part in blocks.parts[1:]:
             check_finite_rows(place, f"the scales of {name}", rows[0], part, "F16" if part.itemsize == 2 else "F32")
+        if linear and linear_kind(tensor.name) in self._weights.minimums and blocks.minimums is None:
+            least, blocks = blocks.scales.astype(np.float32) * np.float32(-8), blocks.add_minimums()
+            assert blocks.minimums is not None
+            what = f"beside Q4_1 each block needs its least weight, and that of {name}"
+            check_cast(place, what, rows[0], least, blocks.minimums, "F16")
         return blocks.parts
 
 
