@@ -150,6 +150,14 @@ def test_an_engine_computes_what_peft_computes(
     assert any("holds both" in note for note in notes) is apart
 
 
+def test_two_ranks_compute_what_peft_computes(base: Path, plain: tuple[str, np.ndarray], tmp_path: Path) -> None:
+    path = adapter(base, tmp_path / "a", target_modules="all-linear")
+    build_engine(base, tmp_path / "e", dtype="float32", lora=path, tp_size=2)
+    found, expected = of_engine(tmp_path / "e"), of_peft(base, path)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert np.abs(plain[1] - expected).max() > 0.01
+
+
 def test_merged_weights_are_rounded_once(base: Path, tmp_path: Path) -> None:
     path = adapter(base, tmp_path / "a", target_modules="all-linear")
     stored = {n: t.bfloat16() for n, t in load_file(base / "model.safetensors").items()}
