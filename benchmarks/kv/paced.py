@@ -1,6 +1,6 @@
 """Conversations over the product's tiers in real time, without a GPU: what their software costs.
 
-    python -m benchmarks.kv.paced DIRECTORY [--smaller 32] [--link-gb-per-s 50]
+    python -m benchmarks.kv.paced DIRECTORY [--smaller 32] [--link-gb-per-s 50] [--disk-gb-per-s 7]
 
 The workload of `benchmarks.kv.on_gpu`'s `sessions` and its counters; scheduler, cache, tiers, threads and files are the
 product's. Steps and copies take the time of 27B's on an H200 (`virtual_disk.World`) and move nothing: pages hold zeros,
@@ -26,7 +26,15 @@ from typing import Any, cast
 from benchmarks.common import say
 from benchmarks.kv.disk_simulation import Device
 from benchmarks.kv.on_gpu import AT_ONCE, GIB, HISTORY, PROMPT_TOKENS, SESSIONS, Engine, one_round, turn_orders, watched
-from benchmarks.kv.virtual_disk import BATCH_TOKENS, PAGE_BYTES, PAGE_TOKENS, SLICE_TOKENS, WINDOW, World
+from benchmarks.kv.virtual_disk import (
+    BATCH_TOKENS,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    READS_FIRST,
+    SLICE_TOKENS,
+    WINDOW,
+    World,
+)
 from wicore_trt.arithmetic import pages_per_slab
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import KVSettings
@@ -40,6 +48,8 @@ from wicore_trt.schedule.step_time import StepTime
 
 TOGETHER = 64
 """Copies that begin and are told of together, as on a GPU."""
+LATE_S = 0.01
+"""So much later than it should a thread may wake, and make up for it."""
 Copies = list[tuple[float, CameIn, list[bytes]]]
 
 
@@ -111,6 +121,30 @@ class PacedDevice(Device):
         return all(s.sample for s in batch.slices)
 
 
+def pace_disk(store: Any, bytes_per_s: float) -> None:
+    """Let a store's moves begin no sooner than a disk of this rate would end them, reads and writes in the order of the
+    native threads."""
+    begin, size, told = store._mover.begin, store._slot_bytes, threading.Semaphore(0)  # noqa: SLF001
+    waiting = {True: deque[Any](), False: deque[Any]()}  # writes, reads
+
+    def run() -> None:
+        free, reads_since = 0.0, 0
+        while told.acquire():
+            write = not waiting[False] or bool(waiting[True] and reads_since >= READS_FIRST)
+            reads_since = 0 if write else reads_since + 1
+            move = waiting[write].popleft()
+            free = max(free, time.perf_counter() - LATE_S) + len(move[0].slots) * size / bytes_per_s
+            time.sleep(max(0.0, free - time.perf_counter()))
+            begin(*move)
+
+    def begin_later(move: Any, *rest: Any) -> None:
+        waiting[move.write].append((move, *rest))
+        told.release()
+
+    store._mover.begin = begin_later  # noqa: SLF001
+    threading.Thread(target=run, daemon=True).start()
+
+
 class PacedEngine(Engine):
     """GiB of each tier, before pages are made smaller."""
 
@@ -140,11 +174,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--smaller", type=int, default=32, help="times by which pages are smaller")
     parser.add_argument("--link-gb-per-s", type=float, default=50.0)
+    parser.add_argument("--disk-gb-per-s", type=float, help="of pages as large as they were; default: what it gives")
     args = parser.parse_args()
     rng = random.Random(3)
     history = [rng.choices(PROMPT_TOKENS, k=HISTORY) for _ in range(SESSIONS)]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         engine = PacedEngine(Path(folder), (16, 16, 56), args.smaller, 1e9 * args.link_gb_per_s)
+        if args.disk_gb_per_s:
+            pace_disk(engine.core.scheduler.manager.tiers.store, 1e9 * args.disk_gb_per_s / args.smaller)
         for turn, order in enumerate(turn_orders("random", rng)):
             with watched(engine) as went:
                 seconds, p50, p90, found = one_round(engine, history, order, rng)

@@ -32,7 +32,7 @@ IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 AT_ONCE = 64
 """Pages in host memory that are sent to the device with one call, and heard of with one report."""
-ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 64, 16
+ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 96, 16
 """Pages that the disk is asked for while the device waits, so that it reads; and beside a step, with one more for so
 many tokens of it: to ask for a prefix may take the engine's thread as long as some steps take."""
 
