@@ -180,8 +180,9 @@ def main() -> None:
     history = [rng.choices(PROMPT_TOKENS, k=HISTORY) for _ in range(SESSIONS)]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         engine = PacedEngine(Path(folder), (16, 16, 56), args.smaller, 1e9 * args.link_gb_per_s)
-        if args.disk_gb_per_s:
-            pace_disk(engine.core.scheduler.manager.tiers.store, 1e9 * args.disk_gb_per_s / args.smaller)
+        tiers = engine.core.scheduler.manager.tiers
+        if args.disk_gb_per_s and tiers is not None:
+            pace_disk(tiers.store, 1e9 * args.disk_gb_per_s / args.smaller)
         for turn, order in enumerate(turn_orders("random", rng)):
             with watched(engine) as went:
                 seconds, p50, p90, found = one_round(engine, history, order, rng)
