@@ -381,9 +381,8 @@ def blocks(rng: np.random.Generator) -> Case:
     """A GGUF of Q4_0, mostly with some Q4_1 or others: odd scales, kinds, places and bytes."""
     others = pick(rng, [(), (models.GGUF_Q4_1,), (models.GGUF_Q4_1,), (models.GGUF_Q4_1, models.GGUF_Q8_0, 1, 30)])
     tensors, keys = models.gguf_tensors(rng, kinds=(models.GGUF_Q4_0,) * 6 + others), models.metadata()
-    matrices = [t for t in tensors if t["kind"] in SCALES]
     for _ in range(int(rng.integers(0, 3))):
-        tensor, how = pick(rng, matrices), rng.random()
+        tensor, how = pick(rng, [t for t in tensors if t["kind"] in SCALES]), rng.random()
         if how < 0.6:
             size, words = SCALES[tensor["kind"]]
             raw = bytearray(tensor["raw"])
