@@ -53,6 +53,7 @@ class ImageGPU:
     """An `AheadExecutor` with an encoder, and the clock of its engine."""
 
     kernels, slice_tokens, max_sequences, score_rows, graph_sizes = "simulated", 256, None, 0, {}
+    spec, max_batch_tokens = None, 2048
     slots, tokens, pixel_bytes, broken = 8, TOKENS, 1, None
 
     def __init__(self, device: Device, way: Way) -> None:

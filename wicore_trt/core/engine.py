@@ -174,7 +174,9 @@ class EngineCore(Core):
 
     def step(self) -> list[TokenOutput]:
         """Finish one step; where the executor runs ahead, the next one is then already started."""
-        outputs, flight = self._end_expired() + self._take_encodings(), self._flight
+        outputs, flight = self._end_expired(), self._flight
+        if flight is not None or not self._late:  # else the next step, which comes behind parts, does not read it, too
+            outputs += self._take_encodings()
         if flight is None:
             schedule = self.scheduler.schedule_step()
             if self._ahead is None or not schedule.slices:

@@ -266,11 +266,13 @@ class Scheduler:
         return ahead if not seeing or (not loading and self._join_seeing(seeing, ahead)) else None
 
     def _join_seeing(self, prompts: list[Sequence], schedule: StepSchedule) -> bool:
-        """Add prompts with images to a step ahead; return whether all have a part in it and room."""
-        budget = Budget(self.max_batch_tokens - len(schedule.slices))
+        """Add prompts with images that are ready to a step ahead; return whether there is room for all of them."""
+        budget, images = Budget(self.max_batch_tokens - len(schedule.slices)), self.images
         self._limit_time(schedule, budget)
         for sequence in sorted(prompts, key=self._prompt_order):
-            params, count = sequence.params, sequence.remaining_tokens
+            params, start, count = sequence.params, sequence.computed, sequence.remaining_tokens
+            if images is not None and not images.limit_tokens(sequence.seq_id, sequence.images, start, count):
+                continue  # its image is encoded later
             if sequence.scoring or params.penalized or params.constraint is not None:
                 return False  # what they need may follow from the step under way
             count = self._limit_tokens(sequence, count, budget)
