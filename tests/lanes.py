@@ -87,6 +87,9 @@ class Digests:
     def __init__(self, digest: PageDigest) -> None:
         self._digest = digest
 
+    def ask(self, lane: Lane, pages: Sequence[tuple[int, int]]) -> Any:
+        return lambda lane: self.start(lane, pages)
+
     def start(self, lane: Lane, pages: Sequence[tuple[int, int]]) -> Callable[[], Sequence[bytes]]:
         found: list[bytes] = []
         for address, count in pages:
@@ -102,16 +105,17 @@ class Coder:
         self.codes, largest = codes, max(code.coded_bytes for code in codes.values())
         self._digest = PageDigest(SEAL_KEY, max(code.raw_bytes for code in codes.values()))
         self.staging_bytes = pages * largest
-        self._memory = aligned_buffer(2 * self.staging_bytes)
+        self._memory = aligned_buffer(3 * self.staging_bytes)
         self._memory[:] = b"\x5a" * len(self._memory)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.staging = (first, first + self.staging_bytes)
+        out, *into = (first + i * self.staging_bytes for i in range(3))
+        self.staging = ((out,), tuple(into))
 
-    def encode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
-        return self._put(lane, pages, self.encode_one)
+    def encode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Any:
+        return lambda lane: self._put(lane, pages, self.encode_one)
 
-    def decode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
-        return self._put(lane, pages, self.decode_one)
+    def decode(self, lane: Lane, pages: Sequence[tuple[str, int, int]]) -> Any:
+        return lambda lane: self._put(lane, pages, self.decode_one)
 
     def _put(self, lane: Lane, pages: Sequence[tuple[str, int, int]], work: Any) -> Callable[[], Sequence[bytes]]:
         seals: list[bytes] = []

@@ -31,12 +31,13 @@ NOISY = 20
 
 
 class Device:
-    """Three streams, steps first, that a thread runs at odds which change. `kind`: of the two that copy."""
+    """Four streams, steps first, that a thread runs at odds which change. `kind`: of the two that copy, which the last
+    one is behind."""
 
     def __init__(self, rng: random.Random, kind: Callable[..., Lane] = Lane) -> None:
         self.lock = threading.RLock()
-        self.streams = (Lane(lock=self.lock), kind(lock=self.lock), kind(lock=self.lock))
-        self.open, self._rng, self._odds = True, rng, [1.0] * 3
+        self.streams = (Lane(lock=self.lock), kind(lock=self.lock), kind(lock=self.lock), Lane(lock=self.lock))
+        self.open, self._rng, self._odds = True, rng, [1.0] * 4
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -46,7 +47,7 @@ class Device:
             with self.lock:
                 if rng.random() < 0.02:
                     self._odds = [rng.choice((0.02, 1.0, 5.0)) for _ in self.streams]
-                order = sorted(range(3), key=lambda n: -(rng.random() ** (1 / self._odds[n])))
+                order = sorted(range(4), key=lambda n: -(rng.random() ** (1 / self._odds[n])))
                 busy = any(self.streams[n].run_one() for n in order)
             if not busy or rng.random() < 0.1:
                 time.sleep(0.0003)

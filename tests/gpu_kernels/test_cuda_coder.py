@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,12 +63,15 @@ class Interpreter:
 
 
 class Seals:
-    """As `CudaDigests.start`, at once."""
+    """As `CudaDigests.ask`, and all at once."""
 
     def __init__(self, base: int, page_bytes: int) -> None:
         self._base, self._digest = base, PageDigest(SEAL_KEY, page_bytes)
 
-    def start(self, lane: Any, pages: Sequence[tuple[int, int]], first: Any, then: Any = None) -> Callable[[], Any]:
+    def ask(self, lane: Any, pages: Sequence[tuple[int, int]]) -> Any:
+        return partial(self.start, pages)
+
+    def start(self, pages: Sequence[tuple[int, int]], lane: Any, first: Any, then: Any = None) -> Callable[[], Any]:
         first(torch.tensor([(address - self._base) // 4 for address, _ in pages]))
         found = [self._digest.compute_digest([memoryview(memory_at(*page, torch.uint8).numpy())]) for page in pages]
         if then is not None:
@@ -86,13 +90,13 @@ def test_pages_of_both_groups_are_coded_sealed_and_decoded(monkeypatch: pytest.M
     seals: Any = Seals(base, CODES["local"].raw_bytes)
     coder = CudaCoder(CodeKernels(CODES, specs), seals, base, torch.device("cpu"), 2 * COUNT)
     lane: Any = SimpleNamespace(stream=SimpleNamespace(cuda_stream=0))
-    pages, begins, at = [], {"local": base, "global": base + made["local"].nbytes}, coder.staging[0]
+    pages, begins, at = [], {"local": base, "global": base + made["local"].nbytes}, coder.staging[0][0]
     for group, code in CODES.items():
         for slot in np.random.default_rng(1).permutation(COUNT)[:7]:
             pages.append((group, int(begins[group] + slot * code.raw_bytes), at))
             at += code.coded_bytes
-    assert at <= coder.staging[1] and coder.staging_bytes == 2 * COUNT * CODES["local"].coded_bytes
-    before, sealed = bytes(on), coder.encode(lane, pages)()
+    assert at <= coder.staging[1][0] and coder.staging_bytes == 2 * COUNT * CODES["local"].coded_bytes
+    before, sealed = bytes(on), coder.encode(lane, pages)(lane)()
     assert bytes(on) == before
     fits = []
     for (group, address, staged), seal in zip(pages, sealed, strict=True):
@@ -109,13 +113,13 @@ def test_pages_of_both_groups_are_coded_sealed_and_decoded(monkeypatch: pytest.M
     kept = [(page, seal) for page, seal, fit in zip(pages, sealed, fits, strict=True) if fit]
     for group, address, _ in pages:
         memory_at(address, CODES[group].raw_bytes, torch.uint8).fill_(0x5A)
-    came, at = [], coder.staging[1]
+    came, at = [], coder.staging[1][1]
     for (group, address, staged), _ in kept:  # by way of the staging of the other direction
         size = CODES[group].coded_bytes
         ctypes.memmove(at, staged, size)
         came.append((group, address, at))
         at += size
-    assert coder.decode(lane, came)() == [seal for _, seal in kept]
+    assert coder.decode(lane, came)(lane)() == [seal for _, seal in kept]
     for group, address, _ in came:
         begin, size = address - base, CODES[group].raw_bytes
         assert on[begin : begin + size] == before[begin : begin + size]

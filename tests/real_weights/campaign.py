@@ -299,8 +299,9 @@ def lies(ledger: Ledger, plan: FaultPlan, *, unchecked: bool) -> Iterator[None]:
         return found
 
     def open_copier(pools: Any, page_tokens: int, lanes: Any, *args: Any, **more: Any) -> Any:
-        compute, out, into = lanes
-        return copier(pools, page_tokens, (compute, LyingLane(ledger, out), LyingLane(ledger, into)), *args, **more)
+        compute, out, into, *behind = lanes
+        lying = (LyingLane(ledger, lane) for lane in (out, into))
+        return copier(pools, page_tokens, (compute, *lying, *behind), *args, **more)
 
     def see_put(self: Any, way: Any, batch: Any) -> None:
         way.lane.batch = batch

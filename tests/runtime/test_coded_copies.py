@@ -32,7 +32,7 @@ class World:
     """Pools of hostile pages, of which some have no code, and a copier that codes; `coded[group]` are the buffers."""
 
     def __init__(self, seed: int, coder: Callable[..., Coder] = Coder, lane: Callable[[], Lane] = Lane) -> None:
-        self.rng, self.lanes = random.Random(seed), (Lane(), lane(), lane())
+        self.rng, self.lanes = random.Random(seed), (Lane(), lane(), lane(), Lane())
         made = {g: make_pages(code, SLOTS, seed).astype("<u2") for g, code in CODES.items()}
         self.pools = {group: torch.from_numpy(pages.view(np.int16).copy()) for group, pages in made.items()}
         self.truth = {group: [bytes(page) for page in pages] for group, pages in made.items()}
@@ -47,7 +47,7 @@ class World:
 
     def run(self) -> None:
         self.copier.flush()
-        while any(lane.run_one() for lane in self.rng.sample(self.lanes, 3)):
+        while any(lane.run_one() for lane in self.rng.sample(self.lanes, 4)):
             pass
 
     def save(self, raw: bool = False) -> dict[tuple[str, int], tuple[list[memoryview], list[bytes | None]]]:

@@ -32,17 +32,17 @@ SLABS = {"global": 3, "local": 2}
 
 
 class FakeDevice:
-    """Three lanes; `waits` False is a copier that forgot its events."""
+    """Four lanes; `waits` False is a copier that forgot its events."""
 
     def __init__(self, rng: random.Random, waits: bool = True) -> None:
         self.rng = rng
-        self.lanes = tuple(Lane(waits=waits) for _ in range(3))
+        self.lanes = tuple(Lane(waits=waits) for _ in range(4))
         self.pinned: list[memoryview] = []
 
     def run(self, most: int) -> None:
         """Up to `most` operations, each of a lane that can go on."""
         for _ in range(most):
-            if not any(lane.run_one() for lane in self.rng.sample(self.lanes, 3)):
+            if not any(lane.run_one() for lane in self.rng.sample(self.lanes, 4)):
                 assert not any(lane.queue for lane in self.lanes), "the lanes wait for each other"
                 return
 
@@ -169,7 +169,7 @@ def test_a_copier_without_waits_is_noticed() -> None:
     for seed in range(10):
         try:
             play(seed, waits=False)
-        except AssertionError:
+        except (AssertionError, RuntimeError):
             failed += 1
     assert failed > 0
 
@@ -191,7 +191,7 @@ def test_done_comes_when_the_copy_is_over() -> None:
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_settled_page_waits_for_no_step_but_for_copies_of_its_slot(settled: bool) -> None:
     world = World(6)
-    compute, out, into = world.device.lanes
+    compute, out, into, behind = world.device.lanes
     for slot in (0, 1):
         world.step(slot)  # never ends here
     slab, parts = world.buffer()
@@ -225,7 +225,7 @@ def test_copies_begin_in_batches() -> None:
         world.save(slot)
     assert not any(lane.queue for lane in world.device.lanes)
     world.load(1)
-    out, into = world.device.lanes[1:]
+    out, into, behind = world.device.lanes[1:]
     assert len([entry for entry in out.queue if isinstance(entry, Event)]) == 1 and not into.queue
     assert [len(batch) for batch in (world.copier._leaving.copies, world.copier._coming.copies)] == [0, 1]
     world.copier.flush()
@@ -359,7 +359,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
         pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
         copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping, starter=AtOnce)  # type: ignore[arg-type]
-        compute, out, into = device.lanes
+        compute, out, into, behind = device.lanes
         host, done = aligned_buffer(32)[:32], threading.Event()
         copier.to_host("global", 4, [host], lambda *_, done=done: done.set())  # bytes 128 to 160: local pages 2 and 3
         copier.begin_step(StepBatch([SequenceSlice(1, [0], 0, {"local": [2]})]))

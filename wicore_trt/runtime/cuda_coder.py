@@ -1,12 +1,13 @@
 """Codes KV pages on a GPU for the page copier, by the kernels of `plugins.kernels.page_code`.
 
-Must not know slots or tiers. Invariant: work on a lane's staging runs in the order of the lane, so that a batch finds
-there what its own call put there.
+Must not know slots or tiers. Invariant: work runs in the order of its lane, so that a batch finds in the staging what
+its own call put there, as long as nobody else uses that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from wicore_trt.plugins.code_layout import DECODE, ENCODE, SEAL_BYTES, PageCode,
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaLane
 
+StartWork = Callable[[CudaLane], Callable[[], Sequence[bytes]]]
 STAGING_BYTES = 64 << 20
-"""Staging of one direction, or one page if that is larger: some milliseconds of a bus."""
+"""Staging of a batch, or one page if that is larger: a millisecond or two of a bus."""
+PLACES = 3
+"""One for batches to the host; two for those to the device, of which one comes while the other is decoded."""
 
 
 class CodeKernels(NamedTuple):
@@ -27,23 +31,29 @@ class CodeKernels(NamedTuple):
     kernels: Mapping[str, CompiledKernel]
 
 
+def place_bytes(codes: Mapping[str, PageCode], most: int) -> int:
+    """Count the bytes of one of the PLACES of the staging, for batches of at most `most` pages."""
+    largest = max(code.coded_bytes for code in codes.values())
+    return max(largest, min(STAGING_BYTES, most * largest))
+
+
 class CudaCoder:
     """Implements `page_copier.PageCoder` for pages in memory behind `base`. `seals` takes their digests and has the
     kernels' arrays of places; a call has at most `most` pages."""
 
     def __init__(self, code: CodeKernels, seals: CudaDigests, base: int, device: torch.device, most: int) -> None:
         self.codes, self._kernels, self._seals, self._base = code.codes, code.kernels, seals, base
-        largest = max(found.coded_bytes for found in self.codes.values())
-        self.staging_bytes = max(largest, min(STAGING_BYTES, most * largest))
-        self._memory = torch.zeros((2, self.staging_bytes), dtype=torch.uint8, device=device)
+        self.staging_bytes = place_bytes(self.codes, most)
+        self._memory = torch.zeros((PLACES, self.staging_bytes), dtype=torch.uint8, device=device)
         self._first = self._memory.data_ptr()
-        self.staging = (self._first, self._first + self.staging_bytes)
+        out, *into = (self._first + i * self.staging_bytes for i in range(PLACES))
+        self.staging: tuple[Sequence[int], Sequence[int]] = (out,), tuple(into)
         self._found = torch.zeros(most, dtype=torch.int32, device=device)
 
-    def encode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
-        runs = self._find_runs(pages)
+    def encode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> StartWork:
+        runs, asked = self._find_runs(pages), self._seals.ask(lane, self._list_pages(pages))
 
-        def launch(places: torch.Tensor) -> None:
+        def launch(lane: CudaLane, places: torch.Tensor) -> None:
             offsets = places * 2  # of values, from words; its memory goes to later work of this stream
             for code, first, stop, coded in runs:
                 arrays = self._make_arrays(offsets[first:stop], coded) | {"found": self._found.data_ptr()}
@@ -57,19 +67,19 @@ class CudaCoder:
                 room = self._memory.view(-1)[at : at + count * code.coded_bytes].view(count, -1)
                 room[:, -SEAL_BYTES:] = sums[first:stop].view(torch.uint8)
 
-        return self._seals.start(lane, self._list_pages(pages), launch, seal)
+        return lambda lane: asked(lane, partial(launch, lane), seal)
 
-    def decode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> Callable[[], Sequence[bytes]]:
-        kernel = self._kernels[DECODE]
+    def decode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> StartWork:
+        kernel, asked = self._kernels[DECODE], self._seals.ask(lane, self._list_pages(pages))
 
-        def launch(places: torch.Tensor) -> None:
+        def launch(lane: CudaLane, places: torch.Tensor) -> None:
             offsets = places * 2
             for code, first, stop, coded in self._find_runs(pages):
                 arrays = self._make_arrays(offsets[first:stop], coded)
                 call = decode_launch(kernel.constants, code, arrays, stop - first)
                 SHARED_LAUNCHER.launch(kernel, call, int(lane.stream.cuda_stream))
 
-        return self._seals.start(lane, self._list_pages(pages), launch)
+        return lambda lane: asked(lane, partial(launch, lane))
 
     def _make_arrays(self, offsets: torch.Tensor, coded: int) -> dict[str, Any]:
         return {"memory": self._base, "offsets": offsets.data_ptr(), "coded": coded}

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -103,6 +104,19 @@ class _Scratch:
         self.numbers = asked.numpy()
 
 
+OnDevice = Callable[[torch.Tensor], object]
+
+
+class StartDigests(Protocol):
+    """Computes digests on a lane; call the result once that has passed this point. `first` may launch work before,
+    given the pages' places from `base` in words, int64 [pages] on the device; `then` behind, given the digests, int64
+    [pages, 2]."""
+
+    def __call__(
+        self, lane: CudaLane, first: OnDevice | None = None, then: OnDevice | None = None
+    ) -> Callable[[], list[bytes]]: ...
+
+
 class CudaDigests:
     """Digests of pages in memory behind `base`, by `kernels.page_digest`; any thread may reuse the scratch. Scratch is
     allocated ahead: pinning memory while copies run stops the driver for a tenth of a second."""
@@ -120,16 +134,9 @@ class CudaDigests:
         words = torch.empty(shape, dtype=torch.int64, device=self._device)
         self._free.extend(map(_Scratch, asked, words, found))
 
-    def start(
-        self,
-        lane: CudaLane,
-        pages: Sequence[tuple[int, int]],
-        first: Callable[[torch.Tensor], object] | None = None,
-        then: Callable[[torch.Tensor], object] | None = None,
-    ) -> Callable[[], list[bytes]]:
-        """Compute on the lane the digests of pages (address, bytes); call the result once the lane has passed this
-        point. `first` may launch work before that, given the pages' places from `base` in words, int64 [pages] on the
-        device; `then` behind it, given the digests, int64 [pages, 2]."""
+    def ask(self, lane: CudaLane, pages: Sequence[tuple[int, int]]) -> StartDigests:
+        """Put places and sizes of pages (address, bytes) on the device: before copies of pages on this lane, because
+        the bus takes one copy after the other. The result takes their digests, on this lane or one behind it."""
         count = len(pages)
         assert count <= self._pages
         try:
@@ -140,16 +147,28 @@ class CudaDigests:
         scratch.numbers[:count] = [(address - self._base) // 4 for address, _ in pages]
         scratch.numbers[count : 2 * count] = [nbytes // 4 for _, nbytes in pages]
         scratch.numbers[2 * count : 4 * count] = 0
+        with torch.cuda.stream(lane.stream):
+            scratch.words[: 4 * count].copy_(scratch.asked[: 4 * count], non_blocking=True)
+        return partial(self._start, scratch, count, max(nbytes for _, nbytes in pages))
+
+    def _start(
+        self,
+        scratch: _Scratch,
+        count: int,
+        most_bytes: int,
+        lane: CudaLane,
+        first: OnDevice | None = None,
+        then: OnDevice | None = None,
+    ) -> Callable[[], list[bytes]]:
         words, sums = scratch.words, scratch.words[2 * count : 4 * count]
         with torch.cuda.stream(lane.stream):
-            words[: 4 * count].copy_(scratch.asked[: 4 * count], non_blocking=True)
             if first is not None:
                 first(words[:count])
             arrays = {
                 "memory": self._base, "offsets": words.data_ptr(), "lengths": words[count:].data_ptr(),
                 "key": self._key.data_ptr(), "sums": sums.data_ptr(),
             }  # fmt: skip
-            call = page_digest_launch(arrays, count, max(nbytes for _, nbytes in pages), self._second_pairs)
+            call = page_digest_launch(arrays, count, most_bytes, self._second_pairs)
             SHARED_LAUNCHER.launch(self._kernel, call, int(lane.stream.cuda_stream))
             if then is not None:
                 then(sums.view(count, 2))

@@ -12,8 +12,10 @@ of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the ord
   copies) makes its caller wait, which must not be the engine's thread;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
 - digests are of the page's bytes on the device: before a copy to the host, after a copy to the device;
-- a coded page passes through staging memory of its direction, whose lane uses it for one batch after the other. Its
-  digest is that of the code there. Its code ends with a seal, the digest of the page, which what was decoded must have.
+- a coded page passes through staging memory of its direction, which one batch uses after the other. Its digest is that
+  of the code there. Its code ends with a seal, the digest of the page, which what was decoded must have;
+- digests of pages on their way to the device, and decoding, have a lane behind that of the copies, which go on
+  meanwhile: the bus never waits for kernels. What a lane waits for is always an event, never the order of another.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +37,7 @@ import torch
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.code_layout import HEADER_BYTES, SEAL_BYTES, SEAL_KEY, PageCode
 from wicore_trt.runtime.batch import StepBatch
-from wicore_trt.runtime.cuda_coder import CodeKernels, CudaCoder
+from wicore_trt.runtime.cuda_coder import PLACES, CodeKernels, CudaCoder, StartWork, place_bytes
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaEvent, CudaHostMemory, CudaLane, host_address
 from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
@@ -45,20 +48,21 @@ BATCH = 64  # copies that begin together: one event and one digest kernel for al
 
 
 class PageCoder(Protocol):
-    """Codes pages on a device: of each layer group in `codes`, between its pool and `staging`, device memory of
-    `staging_bytes` for each direction, to the host and to the device. Each call takes (layer group, address of the
-    page, address of its code), codes of a group side by side, and works on the lane. Call what it returns once the lane
-    has passed this point: the pages' digests under SEAL_KEY, before they were encoded or after they were decoded."""
+    """Codes pages on a device: of each layer group in `codes`, between its pool and `staging`, for each direction, to
+    the host and to the device, some places of `staging_bytes` of device memory. Each call takes (layer group, address
+    of the page, address of its code), codes of a group side by side; it asks on the lane, and what it returns works on
+    the lane that it is given, that one or one behind it. Call the result of that once this lane has passed this point:
+    the pages' digests under SEAL_KEY, before they were encoded or after they were decoded."""
 
     codes: Mapping[str, PageCode]
-    staging: tuple[int, int]
+    staging: tuple[Sequence[int], Sequence[int]]
     staging_bytes: int
 
-    def encode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> Callable[[], Sequence[bytes]]:
+    def encode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> StartWork:
         """Encode and seal. The code of a page that does not fit is unspecified behind its header."""
         ...
 
-    def decode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> Callable[[], Sequence[bytes]]: ...
+    def decode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> StartWork: ...
 
 
 class StepCopier(PageCopier, Protocol):
@@ -91,7 +95,7 @@ def make_copier(
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
-    lanes, digest = (CudaLane(device, stream), CudaLane(device), CudaLane(device)), new_digest(pools, key)
+    lanes, digest = (CudaLane(device, stream), *(CudaLane(device) for _ in range(3))), new_digest(pools, key)
     digests, coder = None, None
     if digest_kernel is not None:
         base = min(pool.data_ptr() for pool in pools.values())
@@ -102,6 +106,11 @@ def make_copier(
     return StreamPageCopier(
         pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest, coder=coder
     )
+
+
+def staging_bytes(code: CodeKernels | None) -> int:
+    """Count the device memory that a copier takes for coded pages."""
+    return PLACES * place_bytes(code.codes, BATCH) if code is not None else 0
 
 
 def new_digest(pools: Mapping[str, torch.Tensor], key: bytes | None = None) -> PageDigest:
@@ -198,14 +207,15 @@ class _Asked:
 class StreamPageCopier:
     """Copier beside the steps: per direction a lane, a thread that puts copies on it and one that calls `done`. Batches
     of at most BATCH pages, and no more coded bytes than the staging has room for, begin at `flush` and before a step.
-    `lanes` are those of the steps, to the host and to the device. `digests` computes digests on the device; without it
-    pages have none. `coder`, which needs it, codes pages. All calls but `digest` come from one thread."""
+    `lanes` are those of the steps, to the host, to the device and, if there is a fourth, behind that. `digests`
+    computes digests on the device; without it pages have none. `coder`, which needs it, codes pages. All calls but
+    `digest` come from one thread."""
 
     def __init__(  # noqa: PLR0913
         self,
         pools: Mapping[str, torch.Tensor],
         page_tokens: int,
-        lanes: tuple[CudaLane, CudaLane, CudaLane],
+        lanes: Sequence[CudaLane],
         memory: CudaHostMemory,
         overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
         digests: CudaDigests | None = None,
@@ -217,7 +227,7 @@ class StreamPageCopier:
         flat = _flatten_pools(pools)
         self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
-        self._compute, out, into = lanes
+        self._compute, out, into = lanes[:3]
         self._digests, self.digest = digests, (digest or new_digest(pools)).compute_digest
         self.checks, self._coder = digests is not None, coder
         self._codes: Mapping[str, PageCode] = coder.codes if coder is not None else {}
@@ -226,7 +236,9 @@ class StreamPageCopier:
         self._lock = threading.Lock()
         self._under_way: dict[SlotKey, _Batch] = {}  # that with the last copy of a slot; it waits for those before
         self._asked: set[SlotKey] = set()  # slots with a byte of a copy that has not begun
-        self._out, self._into = (_Way(lane, starter(), self._over, self._broke) for lane in (out, into))
+        staging = coder.staging if coder is not None else ((), ())
+        self._out = _Way(out, out, starter(), staging[0], self._over, self._broke)
+        self._into = _Way(into, lanes[-1], starter(), staging[1], self._over, self._broke)
         self._pinned: set[int] = set()  # where memory locked by one call begins: one copy must not pass such a border
         self._leaving, self._coming = _Asked(), _Asked()
 
@@ -343,11 +355,13 @@ class StreamPageCopier:
     def _submit_batch(self, way: _Way, asked: _Asked) -> None:
         touched = frozenset[SlotKey]().union(*[copies.shared for copies in asked.copies])
         leaving, pieces = way is self._out, list[tuple[int, int, int]]()
-        staged = self._stage_pages(asked.copies, leaving)
+        room = way.rooms[0] if way.rooms and asked.coded else None
+        staged = self._stage_pages(asked.copies, room.address) if room is not None else []
         for copies in asked.copies:
             for device, host, size in self._cut_pieces(copies):
                 pieces.append((host, device, size) if leaving else (device, host, size))
-        batch, under_way = _Batch(asked.copies, pieces, touched, staged), self._under_way
+        way.rooms.rotate(-bool(staged))
+        batch, under_way = _Batch(asked.copies, pieces, touched, staged, room), self._under_way
         try:
             batch.behind = None if asked.settled else self._compute.record()
             with self._lock:
@@ -360,21 +374,21 @@ class StreamPageCopier:
             batch.started.set()
             raise
 
-    def _stage_pages(self, asked: Sequence[_Copies], leaving: bool) -> list[StagedPage]:
+    def _stage_pages(self, asked: Sequence[_Copies], at: int) -> list[StagedPage]:
         """Give the coded ones of a batch their places in the staging, those of a group side by side."""
         staged = list[StagedPage]()
-        if self._coder is not None:
-            at = self._coder.staging[0 if leaving else 1]
-            for group, code in self._codes.items():
-                for copies in asked:
-                    if copies.code is code:
-                        copies.staged = [at + i * copies.count for i in range(len(copies.keys))]
-                        at += len(copies.keys) * copies.count
-                        staged += zip([group] * len(copies.keys), copies.addresses, copies.staged, strict=True)
+        for group, code in self._codes.items():
+            for copies in asked:
+                if copies.code is code:
+                    copies.staged = [at + i * copies.count for i in range(len(copies.keys))]
+                    at += len(copies.keys) * copies.count
+                    staged += zip([group] * len(copies.keys), copies.addresses, copies.staged, strict=True)
         return staged
 
     def _start_batch(self, way: _Way, batch: _Batch) -> None:
-        lane, leaving, found, sealed, coder = way.lane, way is self._out, None, None, self._coder
+        lane, behind, leaving, room, coder = way.lane, way.behind, way is self._out, batch.room, self._coder
+        found: Callable[[], Sequence[bytes]] | None = None
+        sealed: Callable[[], Sequence[bytes]] | None = None
         try:
             if self.broken is not None:  # of a call that asked for many, pages are told in order: none behind these
                 return
@@ -382,18 +396,28 @@ class StreamPageCopier:
                 lane.wait(batch.behind)
             for earlier in batch.before:
                 lane.wait(earlier.end())
+            if room is not None and room.free is not None:
+                lane.wait(room.free)
             begun = lane.record()
             pages = [(at, copies.count) for copies in batch.copies for at in copies.staged or copies.addresses]
-            if coder is not None and batch.staged and leaving:
-                sealed = coder.encode(lane, batch.staged)
-            if self._digests is not None and leaving:
-                found = self._digests.start(lane, pages)
+            digest = self._digests.ask(lane, pages) if self._digests is not None else None
+            code = None
+            if coder is not None and room is not None:
+                code = (coder.encode if leaving else coder.decode)(lane, batch.staged)
+            if leaving and code is not None:
+                sealed = code(lane)
+            if leaving and digest is not None:
+                found = digest(lane)
             lane.copy(batch.pieces)
-            if self._digests is not None and not leaving:
-                found = self._digests.start(lane, pages)
-            if coder is not None and batch.staged and not leaving:
-                sealed = coder.decode(lane, batch.staged)
-            batch.begun, batch.ended = begun, lane.record()
+            if behind is not lane:
+                behind.wait(lane.record())
+            if not leaving and digest is not None:
+                found = digest(behind)
+            if not leaving and code is not None:
+                sealed = code(behind)
+            batch.begun, batch.ended = begun, behind.record()
+            if room is not None:
+                room.free = batch.ended
         except Exception as error:  # these copies will never end
             self._broke(error)
             return
@@ -417,15 +441,24 @@ class StreamPageCopier:
 
 
 @dataclass(slots=True, eq=False)
+class _Room:
+    """A place of the staging at `address`, which is free once its last batch has `free` behind it."""
+
+    address: int
+    free: CudaEvent | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Copies that begin together, after the batches `before` and, unless all are settled, after `behind` of the steps'
-    lane. Once `started` they lie between two points of their own lane. `pieces` are (target, source, bytes); `touched`
-    are all slots that share a byte with them; `staged` are those that are coded."""
+    lane. Once `started` they lie between two points of their own lanes. `pieces` are (target, source, bytes); `touched`
+    are all slots that share a byte with them; `staged` are those that are coded, and pass `room`."""
 
     copies: list[_Copies]
     pieces: list[tuple[int, int, int]]
     touched: frozenset[SlotKey]
     staged: list[StagedPage] = field(default_factory=list)
+    room: _Room | None = None
     behind: CudaEvent | None = None
     before: set[_Batch] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
@@ -441,17 +474,21 @@ class _Batch:
 
 
 class _Way:
-    """Copies of one direction: the lane, the thread `starter` that puts batches on it, and a thread that waits for the
-    `started` ones in order, each with its digests if any, and reports them."""
+    """Copies of one direction: the lane, that of the work `behind` its copies, the thread `starter` that puts batches
+    on them, and a thread that waits for the `started` ones in order, each with its digests if any, and reports them.
+    Coded batches take turns in the `rooms` of the staging."""
 
     def __init__(
         self,
         lane: CudaLane,
+        behind: CudaLane,
         starter: Executor,
+        staging: Sequence[int],
         over: Callable[[_Batch], None],
         broke: Callable[[BaseException], None],
     ) -> None:
-        self.lane, self.starter, self._over, self._broke = lane, starter, over, broke
+        self.lane, self.behind, self.starter, self._over, self._broke = lane, behind, starter, over, broke
+        self.rooms = deque(map(_Room, staging))
         self.started = SimpleQueue[tuple[_Batch, Callable[[], Sequence[bytes]] | None] | None]()
         self._thread = threading.Thread(target=self._finish_batches, name="wicore-page-copies-over", daemon=True)
         self._thread.start()
@@ -463,12 +500,15 @@ class _Way:
 
     def _finish_batches(self) -> None:
         try:
+            last: CudaEvent | None = None
             while (item := self.started.get()) is not None:
                 batch, found = item
                 assert batch.begun is not None and batch.ended is not None
                 batch.ended.synchronize()
                 sizes = [copies.count * len(copies.keys) for copies in batch.copies]
-                each = batch.ended.seconds_after(batch.begun) / sum(sizes)
+                seconds = batch.ended.seconds_after(batch.begun)  # in part those of the batch before, with two lanes
+                each = (min(seconds, batch.ended.seconds_after(last)) if last is not None else seconds) / sum(sizes)
+                last = batch.ended
                 pages, told = sum(len(copies.keys) for copies in batch.copies), 0
                 digests: Sequence[bytes | None] = found() if found is not None else [None] * pages
                 assert len(digests) == pages

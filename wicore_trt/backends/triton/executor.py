@@ -59,7 +59,7 @@ from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
-from wicore_trt.runtime.page_copier import make_copier
+from wicore_trt.runtime.page_copier import make_copier, staging_bytes
 from wicore_trt.runtime.page_digest import KEY_BYTES
 from wicore_trt.runtime.peer_memory import open_peer_memory
 from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
@@ -159,10 +159,11 @@ class TritonExecutor:
         self._steps: deque[SubmittedStep] = deque()
         self._rows: tuple[list[int], list[int]] = ([], [])
         """Of the last step: seq_ids, and the row of the logits of each."""
+        code = _find_code(loading, tuple(self.layout.num_pages)) if settings.code_pages else None
         if sizing:
-            room = self._measure_room(settings.kv_fraction)
+            room = max(0, self._measure_room(settings.kv_fraction) - staging_bytes(code))
             self.layout = layout_of(*cache, limits.positions, settings, self._agree_on_room(room))
-        check_pool_room(self.layout, device.free_bytes())
+        check_pool_room(self.layout, device.free_bytes() - staging_bytes(code))
         self._allocate_pools()
         digests, copied = loading.table.role_entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
         digest = digests[0].kernel if digests else None
@@ -170,7 +171,7 @@ class TritonExecutor:
         self._page_copies = make_copier(
             *copied, overlapping=self.layout.find_overlaps, digest_kernel=digest,
             key=key if ranks is None else ranks.share_bytes(key)[0],
-            code=_find_code(loading, tuple(self.layout.num_pages)) if settings.code_pages else None,
+            code=code,
         )  # fmt: skip
         self.copier: PageCopier = self._page_copies
         if graphs:
