@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -420,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
     parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
     parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
-    parser.add_argument("--compression", default="none", help="of the tiers, for sessions and prefix: none, lossless")
+    parser.add_argument("--compression", default="none", help="of the tiers, but for decode and masses: none, lossless")
     parser.add_argument("--repeat", type=int, default=1, help="how often the rounds of reuse-free run")
     parser.add_argument("--engines", type=Path, help="made by `benchmarks.gpu.run prebuild`; others are built now")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
@@ -466,7 +467,7 @@ def main(argv: list[str] | None = None) -> int:
             if "masses" in args.only and ready(f"masses, KV {kv}"):
                 document["masses"] += masses(path, MASS_CASES, kv, MASS_STEPS, min(POOL_GIB, int(room)))
             if "reuse-free" in args.only and kv == "auto" and ready("reuse-free"):
-                found = reuse_free.rounds(opened, decode_gaps, path, args.repeat)
+                found = reuse_free.rounds(partial(opened, **flags), decode_gaps, path, args.repeat)
                 document["reuse-free"], document["reuse-free, decode"] = found
             for number, order in itertools.product(args.arms.split(","), args.orders.split(",")):
                 arm = list(ARMS)[int(number)]

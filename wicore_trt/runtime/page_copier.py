@@ -50,9 +50,9 @@ BATCH = 64  # copies that begin together: one event and one digest kernel for al
 class PageCoder(Protocol):
     """Codes pages on a device: of each layer group in `codes`, between its pool and `staging`, for each direction, to
     the host and to the device, some places of `staging_bytes` of device memory. Each call takes (layer group, address
-    of the page, address of its code), codes of a group side by side; it asks on the lane, and what it returns works on
-    the lane that it is given, that one or one behind it. Call the result of that once this lane has passed this point:
-    the pages' digests under SEAL_KEY, before they were encoded or after they were decoded."""
+    of the page, address of its code), codes of a group side by side. It asks on the lane; its result works on the lane
+    that it is given, the same or one behind. Call the result of that once this lane has passed this point: the pages'
+    digests under SEAL_KEY, before they were encoded or after they were decoded."""
 
     codes: Mapping[str, PageCode]
     staging: tuple[Sequence[int], Sequence[int]]
