@@ -475,8 +475,8 @@ class _Batch:
 
 class _Way:
     """Copies of one direction: the lane, that of the work `behind` its copies, the thread `starter` that puts batches
-    on them, and a thread that waits for the `started` ones in order, each with its digests if any, and reports them.
-    Coded batches take turns in the `rooms` of the staging."""
+    on both, and `rooms` of the staging, in which coded ones take turns. A thread waits for the `started` ones in order,
+    each with its digests if any, and reports them."""
 
     def __init__(
         self,
