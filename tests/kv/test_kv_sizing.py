@@ -56,9 +56,9 @@ def test_27b_at_32k_takes_a_fifth_of_all_layers():
     geometry = Geometry.from_spec(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
     assert size.all_layers_bytes == 496 * KIB * 32_768 and size.saving_factor >= 5.0
-    # slots of a third of 2.5 MiB, rounded up to 4 KiB: 3 for the page of 10 global layers, 16 for one of 52 local ones
-    assert geometry.slot_bytes == 876_544
-    assert size.host_bytes == (1024 * 3 + 37 * 16) * 876_544
+    # slots of a quarter of 2.5 MiB: 4 for the page of 10 global layers, 21 for one of 52 local ones
+    assert geometry.slot_bytes == 655_360
+    assert size.host_bytes == (1024 * 4 + 37 * 21) * 655_360
     assert list(size.page_indices[LOCAL]) == list(range(1024 - 37, 1024))
     one_window = SessionSize(geometry, 32_768, 0)
     assert one_window.page_indices[LOCAL] == list(range(1023 - 32, 1024))
@@ -200,4 +200,4 @@ def test_an_engine_keeps_the_pages_of_a_session_that_the_plan_counts(seed):
 def test_a_conversation_goes_on_from_its_global_pages_and_one_window():
     geometry = Geometry.from_spec(builtin_spec("gemma3-27b"), 32, "bfloat16")
     size = SessionSize(geometry, 32_768, 128)
-    assert size.resume_bytes == (1024 * 3 + 32 * 16) * (4096 + 876_544)
+    assert size.resume_bytes == (1024 * 4 + 32 * 21) * (4096 + 655_360)

@@ -54,7 +54,7 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 
 ALIGNMENT = 4096
-MAX_WASTE = 0.04
+MAX_WASTE = 0.02
 MAX_PARTS = 8
 Report = Callable[[], object]
 """Call that the engine thread makes about something that happened on another thread."""
