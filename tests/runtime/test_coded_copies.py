@@ -204,13 +204,14 @@ def test_a_coder_that_lies_is_found_by_the_digest(lie: str) -> None:
 
 
 class Flipping(Lane):
-    """Changes a byte of each copy."""
+    """Changes some bytes of each copy, which may be of many pages."""
 
     def copy(self, pieces: Any) -> None:
         made = list(pieces)
         super().copy(made)
         for target, _, count in made:
-            self.put(lambda at=target + count // 3: flip_byte(at))
+            for at in range(target + 1000, target + count, 4096):
+                self.put(lambda at=at: flip_byte(at))
 
 
 def flip_byte(address: int) -> None:

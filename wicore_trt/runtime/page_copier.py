@@ -328,20 +328,24 @@ class StreamPageCopier:
         addresses = [base + slot * count for slot in slots]
         return _Copies(addresses, count if code is None else code.coded_bytes, keys, shared, pages, done, code)
 
-    def _cut_pieces(self, copies: _Copies) -> list[tuple[int, int, int]]:
-        """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in host memory."""
-        pieces, pinned = list[tuple[int, int, int]](), self._pinned
-        for address, parts in zip(copies.staged or copies.addresses, copies.parts, strict=True):
-            at, end = address, -1
-            for part in parts:
-                there, size = host_address(part), part.nbytes
-                if there == end and there not in pinned:
-                    device, begun, before = pieces[-1]
-                    pieces[-1] = (device, begun, before + size)
-                else:
-                    pieces.append((at, there, size))
-                at, end = at + size, there + size
-            assert at == address + copies.count
+    def _cut_pieces(self, asked: Sequence[_Copies]) -> list[tuple[int, int, int]]:
+        """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in both memories."""
+        parts = list[tuple[int, int, int]]()
+        for copies in asked:
+            for address, page in zip(copies.staged or copies.addresses, copies.parts, strict=True):
+                at = address
+                for part in page:
+                    parts.append((host_address(part), at, part.nbytes))
+                    at += part.nbytes
+                assert at == address + copies.count
+        pieces, ends = list[tuple[int, int, int]](), (-1, -1)
+        for there, at, size in sorted(parts):
+            if ends == (there, at) and there not in self._pinned:
+                device, begun, before = pieces[-1]
+                pieces[-1] = (device, begun, before + size)
+            else:
+                pieces.append((at, there, size))
+            ends = there + size, at + size
         return pieces
 
     def _add_copies(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
@@ -357,9 +361,8 @@ class StreamPageCopier:
         leaving, pieces = way is self._out, list[tuple[int, int, int]]()
         room = way.rooms[0] if way.rooms and asked.coded else None
         staged = self._stage_pages(asked.copies, room.address) if room is not None else []
-        for copies in asked.copies:
-            for device, host, size in self._cut_pieces(copies):
-                pieces.append((host, device, size) if leaving else (device, host, size))
+        for device, host, size in self._cut_pieces(asked.copies):
+            pieces.append((host, device, size) if leaving else (device, host, size))
         way.rooms.rotate(-bool(staged))
         batch, under_way = _Batch(asked.copies, pieces, touched, staged, room), self._under_way
         try:
@@ -375,14 +378,20 @@ class StreamPageCopier:
             raise
 
     def _stage_pages(self, asked: Sequence[_Copies], at: int) -> list[StagedPage]:
-        """Give the coded ones of a batch their places in the staging, those of a group side by side."""
+        """Give the coded ones of a batch their places in the staging: those of a group side by side, in the order that
+        they have in host memory, so that pieces of many pages are copied at once."""
         staged = list[StagedPage]()
         for group, code in self._codes.items():
-            for copies in asked:
-                if copies.code is code:
-                    copies.staged = [at + i * copies.count for i in range(len(copies.keys))]
-                    at += len(copies.keys) * copies.count
-                    staged += zip([group] * len(copies.keys), copies.addresses, copies.staged, strict=True)
+            found = [copies for copies in asked if copies.code is code]
+            for copies in found:
+                copies.staged = [0] * len(copies.keys)
+            pages = [
+                (host_address(page[0]), n, i) for n, copies in enumerate(found) for i, page in enumerate(copies.parts)
+            ]
+            for _, n, i in sorted(pages):
+                found[n].staged[i] = at
+                staged.append((group, found[n].addresses[i], at))
+                at += code.coded_bytes
         return staged
 
     def _start_batch(self, way: _Way, batch: _Batch) -> None:
