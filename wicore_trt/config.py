@@ -101,9 +101,9 @@ class KVSettings:
     """Which pages leave a full tier first; `wicore kv simulate` compares the policies on a trace."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """When pages are copied to the next tier: when made, when used a second time, or when the tier fills up."""
-    compression: Literal["none", "lossless"] = "none"
+    compression: Literal["auto", "none", "lossless"] = "auto"
     """Keep pages in host memory and on disk coded, in three quarters of their bytes, and lose no bit: bfloat16 pages of
-    engines of backend triton, on GPUs."""
+    engines of backend triton, on GPUs. Engines that cannot keep them raw, or with lossless do not start."""
     host_bytes: ByteSizeOrNone = 0
     """Host memory for KV pages that left the device; 0 is no host tier. Needs prefix_cache."""
     disk_path: str | None = None

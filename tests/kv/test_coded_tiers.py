@@ -107,6 +107,14 @@ def test_engines_without_a_code_say_so() -> None:
         Stack(None, seed=1, compression="lossless")
 
 
+@pytest.mark.parametrize("coded", [True, False])
+def test_by_default_pages_are_coded_where_there_is_a_code(coded: bool) -> None:
+    stack = Stack(None, seed=1, coded=coded, host_bytes=300 * SLOT)
+    index = stack.tiers.movers.host.index
+    assert (index.slots_per_page != index.raw_slots) == coded
+    stack.close()
+
+
 def test_slots_follow_from_coded_pages() -> None:
     raw = {g: code.raw_bytes for g, code in CODES.items()}
     coded = {g: code.coded_bytes for g, code in CODES.items()}

@@ -192,7 +192,7 @@ class Stack:
 
     def _settings(self, path: Path) -> KVSettings:
         setup = self.setup
-        coded = self.copier.coded_bytes if setup.kv.get("compression") == "lossless" else {}
+        coded = self.copier.coded_bytes if setup.kv.get("compression") != "none" else {}
         slot_bytes, per_page, *_ = coded_geometry(self.page_bytes, coded)
         settings = dict(setup.kv)
         tiers = setup.kv["prefix_cache"]  # without it they are refused

@@ -163,7 +163,7 @@ def executor_options(settings: Settings, vision: VisionSpec | None = None) -> Ex
         max_batch_tokens=_count_batch_tokens(settings, 0 if vision is None else vision.tokens),
         max_sequences=settings.scheduler.max_sequences, max_context=settings.scheduler.max_context,
         batch_invariant=settings.executor.batch_invariant, loads=settings.kv.host_bytes > 0,
-        code_pages=settings.kv.host_bytes > 0 and settings.kv.compression == "lossless",
+        code_pages=settings.kv.host_bytes > 0 and settings.kv.compression != "none",
         peer_access=settings.executor.peer_access, compare_ranks=settings.executor.compare_ranks,
     )  # fmt: skip
 

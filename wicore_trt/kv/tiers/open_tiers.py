@@ -41,15 +41,15 @@ def open_tiers(
     page of a chain. `announce(tier, page)` and `left(tier, copy, cause)` hear of what a tier gains and loses; `files`
     makes the disk's system calls. Raises ConfigError for sizes that hold no page or more than this machine has;
     also for a code that the engine lacks. Raises EnvironmentUnfitError for a disk directory that cannot be used."""
-    coded, raw_bytes = copier.coded_bytes if settings.compression == "lossless" else {}, dict(namespace.layout)
+    coded, raw_bytes = copier.coded_bytes if settings.compression != "none" else {}, dict(namespace.layout)
     slot_bytes, slots_per_page, raw_slots, page_bytes = coded_geometry(raw_bytes, coded)
-    if settings.compression == "lossless":
-        if slots_per_page == raw_slots:
-            raise ConfigError(
-                f"kv.compression = lossless, but this engine has no code for its pages of {namespace.kv_dtype}.",
-                fix="Set it to none. Engines of backend triton on GPUs code bfloat16 pages of 16, 32, 48, ... tokens.",
-            )
+    if slots_per_page != raw_slots:
         namespace = replace(namespace, code=FORMAT)
+    elif settings.compression == "lossless":
+        raise ConfigError(
+            f"kv.compression = lossless, but this engine has no code for its pages of {namespace.kv_dtype}.",
+            fix="Leave it out. Engines of backend triton on GPUs code bfloat16 pages of 16, 32, 48, ... tokens.",
+        )
     num_slots = settings.host_bytes // slot_bytes
     if num_slots < 2 * sum(slots_per_page.values()):
         raise ConfigError(
