@@ -139,6 +139,7 @@ class Device:
     `tokens_of` gives all tokens of a sequence; `poison` are sequences whose next logits are not finite."""
 
     broken = None
+    coded_bytes: dict[str, int] = {}
     kernels = "fake"
     max_sequences = None
     score_rows, graph_limits, images = 0, (0, 0), None
