@@ -421,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orders", default="random", help=f"of {','.join(ORDERS)}")
     parser.add_argument("--prefixes", default=",".join(map(str, PREFIXES)))
     parser.add_argument("--kv-dtypes", default="auto,fp8", help="auto: BF16")
-    parser.add_argument("--compression", default="auto", help="of the tiers, but for decode and masses: auto, none, lossless")
+    parser.add_argument("--compression", default="auto", help="of the tiers: auto, none, lossless")
     parser.add_argument("--repeat", type=int, default=1, help="how often the rounds of reuse-free run")
     parser.add_argument("--engines", type=Path, help="made by `benchmarks.gpu.run prebuild`; others are built now")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure; default: a temporary one")
