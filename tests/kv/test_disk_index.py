@@ -12,7 +12,6 @@ import pytest
 from disk_store_helpers import RECORD_BYTES, SPACE, make_page
 from msgspec import structs
 
-from benchmarks.kv.disk_index import MODELS, measure_index
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, move_buffers
 from wicore_trt.kv.disk.format import SlotFormat
@@ -211,13 +210,3 @@ def test_adjacent() -> None:
     assert list(find_runs([3, 4, 5, 9, 8, 1, 2])) == [(0, 3), (3, 4), (4, 5), (5, 7)]
     assert list(find_runs([6, 7, 8, 9, 11], 4)) == [(0, 2), (2, 4), (4, 5)]
     assert list(find_runs([])) == [] and list(find_runs([7])) == [(0, 1)]
-
-
-def test_the_measurement_finds_all_pages() -> None:
-    """With the slots that the models' pages take: sessions of 1,024 global pages and one window of local ones."""
-    slots = {"gemma3-27b": {"global": 4, "local": 21}, "gemma3-270m": {"global": 1, "local": 5}}
-    windows = {"gemma3-27b": 32, "gemma3-270m": 16}
-    for model in MODELS:
-        found = measure_index(model, 1024 * slots[model]["global"] + windows[model] * slots[model]["local"])
-        assert found["slots_per_page"] == slots[model]
-        assert found["pages"] == {"global": 1024, "local": windows[model]}

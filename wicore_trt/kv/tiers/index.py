@@ -157,7 +157,8 @@ class TierIndex:
 
     def find_ready(self, group: str, key: bytes) -> TierCopy | None:
         """Find the copy of a page, if it can be read."""
-        copy = self.find_copy(group, key)
+        node = self._nodes.get(key)  # not by `find_copy`: each prompt asks for all its pages
+        copy = None if node is None else node.carrier if group == self.primary else node.local
         return copy if copy is not None and copy.state is CopyState.READY else None
 
     def iterate_copies(self) -> Iterator[TierCopy]:
@@ -465,9 +466,7 @@ class TierIndex:
         """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
         key = next((key for key in spare if key not in stays[:1]), None)
         if key is not None:
-            local = self._nodes[key].local
-            assert local is not None
-            leaving, cause = [local], "window"
+            leaving, cause = self._nodes[key].copies[-1:], "window"
         else:
             victims = policy.choose_victims(1, set(stays))
             if victims is None:
