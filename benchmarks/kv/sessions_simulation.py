@@ -26,7 +26,7 @@ from wicore_trt.types import CacheHints
 
 LAUNCH_S, DRAG = 0.06, 1.1
 """Of steps beside a disk that is read, as an H200's machine took (`docs/benchmarks/log.md`)."""
-PAGE_S = 1.5e-4
+PAGE_S = 1e-4
 """Of the engine's thread for a page from disk: to find room, ask, book and send it on, beside threads that report."""
 Place = Callable[[str, bytes], object]
 """Where a tier has the page of a layer group and key; None where it has not."""
