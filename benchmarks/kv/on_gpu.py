@@ -144,11 +144,15 @@ class Engine:
                 rest = time.monotonic() + REST_S
             time.sleep(0.002)
 
-    def forget_device(self) -> None:
-        """Nothing is cached on the device any more."""
-        for pool in self.core.scheduler.manager.pools.values():
+    def forget_device(self, *, host: bool = False) -> None:
+        """Nothing is cached on the device any more, nor with `host` what the disk has in host memory."""
+        manager = self.core.scheduler.manager
+        for pool in manager.pools.values():
             for page in pool.list_pages():
                 pool.drop_page(page.key)
+        if host and manager.tiers is not None:
+            for copy in [copy for copy in manager.tiers.host.iterate_copies() if copy.ready and copy.saved]:
+                manager.tiers.host.drop_copy(copy, "forgotten")
 
     def close(self) -> None:
         self.core.close()
@@ -334,7 +338,10 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
     with opened(path, 24, 8, longest, **tiers) as engine:
         engine.first_token_s(rng.choices(PROMPT_TOKENS, k=min(2000, longest - 64)))
         for n in lengths:
-            asked(engine, n, "disk")
+            for _ in range(3):
+                engine.forget_device(host=True)
+                engine.settle()
+                asked(engine, n, "disk")
             say(f"prefix {n} from disk: {rows[n]['disk']}")
     return list(rows.values())
 

@@ -87,17 +87,18 @@ def decode_plan(sequences: int) -> RowPlan:
 def prompt_plans(tokens: int, sequences: int, image: int = 0, *, scaled: bool = False) -> list[RowPlan]:
     """Plan padded steps with prompts, fewest tokens first: at most `tokens`, of which at most `sequences` sequences
     decode. Also those with images of `image` tokens, if any, for products that are `scaled` or not."""
+    buckets = {min(decoding, sequences): counts for decoding, counts in reversed(PROMPT_BUCKETS.items())}
     found = [
         make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)
-        for decoding, counts in PROMPT_BUCKETS.items()
+        for decoding, counts in buckets.items()
         for count in counts
-        if count <= tokens and decoding <= sequences
+        if count <= tokens
     ]
     found += [
         make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)._replace(images=True)
-        for decoding in PROMPT_BUCKETS
+        for decoding in buckets
         for count in IMAGE_BUCKETS[scaled]
-        if image and image + decoding <= count <= tokens and decoding <= sequences
+        if image and image + decoding <= count <= tokens
     ]
     return sorted(found, key=lambda plan: (plan.tokens, plan.decode.sequences))
 
