@@ -21,7 +21,7 @@ from wicore_trt.backends.triton import executor as triton_executor  # noqa: E402
 from wicore_trt.backends.triton import memory as triton_memory  # noqa: E402
 from wicore_trt.backends.triton import rows as triton_rows  # noqa: E402
 from wicore_trt.backends.triton.executor import TritonExecutor  # noqa: E402
-from wicore_trt.backends.triton.rows import PROMPT_BUCKETS, make_plan, plan_rows  # noqa: E402
+from wicore_trt.backends.triton.rows import PROMPT_BUCKETS, make_plan, plan_rows, prompt_plans  # noqa: E402
 from wicore_trt.plugins.decode_layout import Segments  # noqa: E402
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch  # noqa: E402
 from wicore_trt.types import SamplingParams  # noqa: E402
@@ -214,3 +214,9 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
     for count, batch in enumerate(alone, 1):
         assert mine.execute(batch).sampled == plain.execute(batch).sampled
         assert ran["kernels"] == count
+
+
+@pytest.mark.parametrize("sequences", [2, 8, 12, 128])
+def test_a_prompt_beside_all_other_sequences_has_a_graph(sequences):
+    step = plan_rows([1] * (sequences - 1) + [100])
+    assert any(plan.holds(step) and plan.decode.sequences <= sequences for plan in prompt_plans(8192, sequences))
