@@ -217,6 +217,7 @@ def test_steps_without_a_graph_and_steps_that_follow_unread() -> None:
 
 
 @pytest.mark.parametrize("sequences", [2, 8, 12, 128])
-def test_a_prompt_beside_all_other_sequences_has_a_graph(sequences):
+def test_a_prompt_beside_all_other_sequences_has_a_graph(sequences, monkeypatch):
+    monkeypatch.setattr(triton_rows, "PROMPT_BUCKETS", PROMPT_BUCKETS)
     step = plan_rows([1] * (sequences - 1) + [100])
     assert any(plan.holds(step) and plan.decode.sequences <= sequences for plan in prompt_plans(8192, sequences))
