@@ -233,13 +233,13 @@ class HostTier:
         part, unless they are of two pieces of memory, which were pinned apart. `clear`: what a page leaves of its
         last slot may hold another tenant's bytes, and goes to disk with it."""
         slots, size, left = copy.slots, self.slot_bytes, self.bytes_of(copy)
-        if len(slots) == 1 and not clear:
-            begin = slots[0] * size
-            return [self._slab[begin : begin + left]]
-        end = (slots[-1] + 1) * size
-        unused = len(slots) * size - left
+        end, unused = (slots[-1] + 1) * size, len(slots) * size - left
         if clear and unused:
             self._slab[end - unused : end] = bytes(unused)
+        together = slots[-1] - slots[0] == len(slots) - 1  # they are sorted: `TierIndex.reserve_copy`
+        if together and slots[0] // self._piece == slots[-1] // self._piece:
+            begin = slots[0] * size
+            return [self._slab[begin : begin + left]]
         parts, first = [], 0
         for i, slot in enumerate(slots):
             following = slots[i + 1] if i + 1 < len(slots) else -1
