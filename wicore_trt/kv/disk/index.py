@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,21 @@ from wicore_trt.kv.disk.format import (
 )
 from wicore_trt.kv.pages.page import Page
 
-_READ_BYTES = 1 << 30
 _AT_ONCE = 1 << 14
 """Records at once that stay in a processor's cache."""
 _WRITE_ID_END = 1 << 63  # nanoseconds since 1970 in the year 2262; more is damage, and would overflow soon
 _log = logging.getLogger(__name__)
 
 
-def read_records(files: Files, fd: int, record: np.dtype[np.void], file_bytes: int) -> NDArray[np.void]:
-    """Read the whole records among the first `file_bytes` of an index. OSError and EOFError as `move_buffers`."""
-    nbytes = file_bytes // record.itemsize * record.itemsize
-    buffer = aligned_buffer(max(nbytes, 1))[:nbytes]
-    for at in range(0, nbytes, _READ_BYTES):
-        move_buffers(files.preadv, fd, [buffer[at : at + _READ_BYTES]], at)
-    return np.frombuffer(buffer, dtype=record)
+def read_records(files: Files, fd: int, page_tokens: int, count: int) -> Iterator[NDArray[np.void]]:
+    """Read the first `count` records of an index, some at once and in the same memory. OSError and EOFError as
+    `move_buffers`."""
+    record = np.dtype(record_fields(page_tokens))
+    buffer = aligned_buffer(_AT_ONCE * record.itemsize)
+    for begin in range(0, count, _AT_ONCE):
+        some = buffer[: min(_AT_ONCE, count - begin) * record.itemsize]
+        move_buffers(files.preadv, fd, [some], begin * record.itemsize)
+        yield np.frombuffer(some, dtype=record)
 
 
 class FoundPages:
@@ -61,33 +62,34 @@ class FoundPages:
 
     def __init__(
         self,
-        records: NDArray[np.void],
+        records: Iterable[NDArray[np.void]],
         namespace: Namespace,
         flags: int,
         now: float = 0.0,
         slot_format: SlotFormat | None = None,
     ) -> None:
         self._format = slot_format
-        parts, counts = _find_complete(records, _find_candidates(records, namespace, flags))
+        found, tokens, named, passing = _take_candidates(records, namespace, flags)
+        parts, counts = _find_complete(found)
         first = np.cumsum(counts) - counts
         heads = parts[first]
-        keep = _find_newest(records["key"][heads], records["group"][heads])
+        keep = _find_newest(found["key"][heads], found["group"][heads])
         # the soonest of a page's parts, as a server may have died while it wrote them anew; 0, for never, wraps to the
         # latest
-        ends = np.minimum.reduceat(records["expires"][parts] - np.uint32(1), first) + np.uint32(1)
-        self.last_write = int(records["write_id"][heads].max(initial=0))
+        ends = np.minimum.reduceat(found["expires"][parts] - np.uint32(1), first) + np.uint32(1)
+        self.last_write = int(found["write_id"][heads].max(initial=0))
         if now and len(heads):
             # write ids are times: a clock that was set back since must not lengthen anybody's time
             now = max(now, self.last_write / 1e9)
             keep = keep[(ends[keep] == 0) | (ends[keep] > now)]
         self.expires: NDArray[np.uint32] = ends[keep]
-        self._first, self._counts, self._parts = first[keep], counts[keep], parts
-        self._heads = records[heads[keep]]  # copies: the others need not stay in memory
-        self._groups = namespace.groups
+        self._first, self._counts, self._parts = first[keep], counts[keep], found["slot"][parts]
+        self._heads, self._groups = found[heads[keep]], namespace.groups
+        self._tokens, self._places = tokens, (np.cumsum(found["part"] == 0) - 1)[heads[keep]]
         self.write_ids: NDArray[np.uint64] = self._heads["write_id"]
-        stale = (self.per_slot(self.write_ids, len(records)) == 0) & (records["magic"] != 0)
+        stale = (self.per_slot(self.write_ids, len(named)) == 0) & named
         self.stale: list[int] = np.flatnonzero(stale).tolist()
-        self.passing: list[int] = np.flatnonzero(stale & (records["expires"] != 0)).tolist()
+        self.passing: list[int] = np.flatnonzero(stale & passing).tolist()
 
     def per_slot(self, values: NDArray[Any], num_slots: int) -> NDArray[Any]:
         """Spread over the slots the value, such as `write_ids`, of the page in it; 0 for none."""
@@ -106,17 +108,18 @@ class FoundPages:
         return ends
 
     def __iter__(self) -> Iterator[tuple[Page, Sequence[int]]]:
-        groups, slots = self._groups, array("I", self._parts.astype(np.uint32).tobytes())
+        groups, slots = self._groups, array("I", self._parts.tobytes())
         known: dict[Any, Any] = {}  # one object for equal values: a fleet's disk has millions of pages
         one, slot_format = known.setdefault, self._format
         plain = slot_format is not None and not slot_format.encrypts
         for begin in range(0, len(self._heads), _AT_ONCE):
             some = slice(begin, begin + _AT_ONCE)
             heads = self._heads[some]
-            names = ("key", "group", "index", "parent", "tenant", "flags", "write_id", "tokens")
+            names = ("key", "group", "index", "parent", "tenant", "flags", "write_id")
             columns = [heads[name].tolist() for name in names]
-            columns += [self._first[some].tolist(), self._counts[some].tolist()]
-            for key, group, index, parent, tenant, flags, write_id, stored, first, count in zip(*columns, strict=True):
+            columns += [values[some].tolist() for values in (self._first, self._counts)]
+            columns.append(self._tokens[self._places[some]].tolist())
+            for key, group, index, parent, tenant, flags, write_id, first, count, stored in zip(*columns, strict=True):
                 tokens = stored[SEALED_BYTES:] if plain and flags & FLAG_TOKENS else b""
                 above = one(parent, parent) if flags & FLAG_PARENT else None
                 page = Page(one(key, key), groups[group], one(index, index), above, one(tenant, tenant), tokens)
@@ -156,8 +159,7 @@ class SlotIndex:
 
     def load_pages(self, now: float = 0.0) -> FoundPages:
         """Read all records, and take those of pages whose time is over at `now` for stale. OSError when that fails."""
-        size = self.num_records * self._record_bytes
-        records = read_records(self._files, self._fd, np.dtype(record_fields(self._namespace.page_tokens)), size)
+        records = read_records(self._files, self._fd, self._namespace.page_tokens, self.num_records)
         return FoundPages(records, self._namespace, self._format.flags, now, self._format)
 
     def put_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
@@ -241,38 +243,48 @@ def find_runs(slots: Sequence[int], slab_slots: int = 1 << 63) -> Iterator[tuple
             first = at
 
 
-def _find_candidates(records: NDArray[np.void], namespace: Namespace, flags: int) -> NDArray[np.int64]:
-    """Slots whose record is whole and belongs here."""
-    raw, size = records.view(np.uint8).data, records.dtype.itemsize
-    found = [np.zeros(0, np.int64)]
-    for begin in range(0, len(records), _AT_ONCE):
-        some = records[begin : begin + _AT_ONCE]
+def _take_candidates(
+    records: Iterable[NDArray[np.void]], namespace: Namespace, flags: int
+) -> tuple[NDArray[np.void], NDArray[np.void], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Copy the records that are whole and belong here: the fields before the tokens; the tokens of first parts. By
+    slot, whether there is any record, and whether it has an end."""
+    *names, tokens, check = record_fields(namespace.page_tokens)
+    fields, width = np.dtype(names), np.dtype(names).itemsize
+    size = width + np.dtype([tokens, check]).itemsize
+    rows, texts, named, passing = list[Any](), list[Any](), [np.zeros(0, bool)], [np.zeros(0, bool)]
+    for some in records:
+        begin = sum(map(len, named))
+        named.append(some["magic"] != 0)
+        passing.append(some["expires"] != 0)
         plausible = (some["magic"] == RECORD_MAGIC) & (some["slot"] == np.arange(begin, begin + len(some)))
         plausible &= (some["flags"] & FLAG_SEALED) == flags
         plausible &= (some["group"] < len(namespace.groups)) & (some["part"] < some["parts"])
         plausible &= (some["write_id"] > 0) & (some["write_id"] < _WRITE_ID_END)
-        places = np.flatnonzero(plausible)
-        checks, slots = some["check"][places].tolist(), places + begin
+        places, raw = np.flatnonzero(plausible), some.view(np.uint8)
+        data, checks = raw.data, some["check"][places].tolist()
         whole = [
-            record_check(raw[start : start + size - CHECK_BYTES]) == check
-            for start, check in zip((slots * size).tolist(), checks, strict=True)
+            record_check(data[start : start + size - CHECK_BYTES]) == check
+            for start, check in zip((places * size).tolist(), checks, strict=True)
         ]
-        found.append(slots[np.array(whole, dtype=bool)])
-    return np.concatenate(found)
+        places = places[np.array(whole, dtype=bool)]
+        rows.append(raw.reshape(-1, size)[places, :width].reshape(-1))
+        texts.append(some["tokens"][places[some["part"][places] == 0]])
+    found = np.concatenate([np.zeros(0, np.uint8), *rows]).view(fields)
+    return found, np.concatenate([np.zeros(0, tokens[1]), *texts]), np.concatenate(named), np.concatenate(passing)
 
 
-def _find_complete(records: NDArray[np.void], slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Slots of complete pages, page after page in write order and part after part, and the parts of each page."""
-    order = slots[np.lexsort((records["part"][slots], records["write_id"][slots]))]
+def _find_complete(found: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Places of complete pages, page after page in write order and part after part, and the parts of each page."""
+    order = np.lexsort((found["part"], found["write_id"]))
     if not len(order):
         return order, order
-    write_ids = records["write_id"][order]
+    write_ids = found["write_id"][order]
     starts = np.flatnonzero(np.concatenate(([True], write_ids[1:] != write_ids[:-1])))
     counts = np.diff(np.append(starts, len(order)))
     first = np.repeat(starts, counts)
-    good = records["part"][order] == np.arange(len(order)) - first
-    good &= records["parts"][order] == np.repeat(counts, counts)
-    same = records.getfield(f"V{SAME_IN_PARTS.stop - SAME_IN_PARTS.start}", SAME_IN_PARTS.start)
+    good = found["part"][order] == np.arange(len(order)) - first
+    good &= found["parts"][order] == np.repeat(counts, counts)
+    same = found.getfield(f"V{SAME_IN_PARTS.stop - SAME_IN_PARTS.start}", SAME_IN_PARTS.start)
     for begin in range(0, len(order), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
         good[some] &= same[order[some]] == same[order[first[some]]]

@@ -149,14 +149,16 @@ class StoredNamespace:
             self.allocated_slots += min(found.st_size // self.stride, self.slab_slots)
         self.records = np.zeros(0, dtype=record_fields(self.namespace.page_tokens))
         with suppress(FileNotFoundError), files.hold_open(home / "index", os.O_RDONLY) as fd:
-            self.records = read_records(files, fd, self.records.dtype, files.fstat(fd).st_size)
+            count = files.fstat(fd).st_size // self.records.itemsize
+            read = read_records(files, fd, self.namespace.page_tokens, count)
+            self.records = np.concatenate([self.records, *map(np.array, read)])
         self._open: dict[Path, int] = {}
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
     def find_pages(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
         """The complete pages in the index: those written with encryption, or those without; with `now` (seconds since
         1970) none whose time is over."""
-        return FoundPages(self.records, self.namespace, FLAG_SEALED if sealed else 0, now)
+        return FoundPages([self.records], self.namespace, FLAG_SEALED if sealed else 0, now)
 
     def find_fault(self, page: Page, slots: Sequence[int], write_id: int, slot_format: SlotFormat) -> str | None:
         """Find why a server would not get this page; None when it would."""
