@@ -46,8 +46,9 @@ def simply(records: dict[int, tuple[Page, int, int, int]]) -> list[tuple[Page, t
 
 
 @pytest.mark.parametrize("round_", range(40))
-def test_records_in_any_disorder(tmp_path: Path, round_: int) -> None:
+def test_records_in_any_disorder(tmp_path: Path, round_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     choose, records = random.Random(), {}
+    monkeypatch.setattr("wicore_trt.kv.disk.index._AT_ONCE", choose.choice([1, 7, 64, 1 << 14]))
     for write_id in choose.sample(range(1, 60), choose.randint(0, 25)):
         page = make_page(choose.randrange(8), choose.choice(["local", "global"]))
         parts = choose.choice([1, 1, 2, 3, 5])
