@@ -6,14 +6,14 @@ import asyncio
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 
 from wicore_trt.core.text_engine import TextEngine
-from wicore_trt.errors import EngineDeadError, EngineFormatError, InvalidRequestError, UnavailableError
+from wicore_trt.errors import DeadlineError, EngineDeadError, EngineFormatError, InvalidRequestError, UnavailableError
 from wicore_trt.link.channel import Channel
 from wicore_trt.link.host import EngineHost
 from wicore_trt.link.messages import (
@@ -76,6 +76,42 @@ async def test_statistics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pyte
     async with asyncio.timeout(20):
         with pytest.raises(UnavailableError, match="statistics"):
             await remote.stats()
+    theirs.close()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_a_request_ends_at_its_time_though_the_engine_hangs(monkeypatch: pytest.MonkeyPatch, taken: bool):
+    """`taken`: it hangs after it took the request. It hears that nobody waits when it goes on."""
+    monkeypatch.setattr("wicore_trt.core.text_engine.LATE_S", 0.01)
+    remote = RemoteEngine()
+    engine = TextEngine(remote, FakeTokenizer(), FAKE_INFO)
+    await engine.start()
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+    request = TextRequest("a", SamplingParams(max_tokens=9), prompt_token_ids=(5, 6), timeout_s=0.05)
+
+    async def ask() -> None:
+        stream = await engine.submit(request)
+        async with aclosing(stream):
+            async for _ in stream:
+                raise AssertionError
+
+    asked = asyncio.ensure_future(ask())
+    await until(lambda: remote._pending)
+    if taken:
+        theirs.sendall(framed(Done(next(iter(remote._pending)))))
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineError):
+            await asked
+    assert not engine.live and not remote._pending
+    sent, kinds = theirs.recv(1 << 16), list[type]()
+    while sent:
+        end = 4 + int.from_bytes(sent[:4], "little")
+        kinds.append(type(decode_to_engine(sent[4:end])))
+        sent = sent[end:]
+    assert kinds[0] is Add and {*kinds[1:]} == {Abort}
     theirs.close()
 
 

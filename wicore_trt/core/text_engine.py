@@ -194,6 +194,12 @@ def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
     return replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, end)))
 
 
+LATE_S = 2.0
+"""An engine ends a request at the first step behind its time. One that takes longer than this hangs, as far as its
+reader can know."""
+_HANGS = "The request's time was over, and the engine did not end it."
+
+
 class TextStream:
     """Async iterator over one request's outputs; unread ones are merged per sequence. `request_key` is its name on the
     engine and never used twice: a client may reuse `request_id` while the engine's last outputs are on their way."""
@@ -217,6 +223,8 @@ class TextStream:
         self._error: WicoreError | None = None
         self._changed = asyncio.Event()
         self.prompt_token_ids: tuple[int, ...] = ()
+        self.ends = None if request.timeout_s is None else time.monotonic() + request.timeout_s + LATE_S
+        """When nobody waits for the engine any more."""
         self._longest = 0  # output tokens
         self._computes = False
         self.begun = asyncio.Event()  # set when the engine computes, or when the request ended before
@@ -303,7 +311,11 @@ class TextStream:
             if self.finished:
                 raise StopAsyncIteration
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout_at(self.ends):
+                    await self._changed.wait()
+            except TimeoutError:
+                self.fail_stream(DeadlineError(_HANGS))
         return merge_outputs(self._pending.pop(next(iter(self._pending))))
 
     async def aclose(self) -> None:
@@ -448,7 +460,11 @@ class TextEngine:
             cache=request.cache, log_id=request.log_id, content=request.content,
         )  # fmt: skip
         try:
-            await self.engine.add(made)
+            async with asyncio.timeout_at(stream.ends):
+                await self.engine.add(made)
+        except TimeoutError:
+            self.forget_stream(stream)
+            raise DeadlineError(_HANGS) from None
         except BaseException as error:  # refused, or the caller was cancelled
             self.forget_stream(stream, refused=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, QueueFullError):
