@@ -15,7 +15,7 @@ from disk_store_helpers import SLOT, SPACE, buffers, content, get, make_page, op
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.kv.disk.files import Files, tree_bytes
-from wicore_trt.kv.disk.space import Space
+from wicore_trt.kv.disk.space import DiskSpace, Space
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 
 OTHER = dataclasses.replace(SPACE, engine="other")
@@ -49,6 +49,25 @@ def test_the_limit_holds_and_is_used(tmp_path: Path, limit: int) -> None:
     store = open_store(tmp_path, limit_bytes=limit)
     assert fill(store, tmp_path, limit) == store.num_slots == store.existing_slots
     assert used(tmp_path) > limit - 64 * 1024 - 16 * 1024 * (store.num_slots // 16 + 2) - 3 * SLOT
+    store.close()
+
+
+@pytest.mark.parametrize(("limit", "most"), [(4 << 30, 1), (1 << 28, 6)])
+def test_others_are_counted_again_only_near_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    store, counted = open_store(tmp_path, limit_bytes=limit, slab_bytes=1 << 20), list[int]()
+    count = DiskSpace._count_other_bytes
+
+    def noted(space: DiskSpace, *, stale: bool = True) -> int:
+        counted.append(count(space, stale=stale))
+        return counted[-1]
+
+    monkeypatch.setattr(DiskSpace, "_count_other_bytes", noted)
+    slots = store._space.slab_slots  # type: ignore[attr-defined]
+    for number in range(6):
+        assert put(store, make_page(number), [number * slots], [content(number, 0)]) is Outcome.OK
+    assert len(counted) == most
     store.close()
 
 

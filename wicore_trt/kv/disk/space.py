@@ -41,6 +41,8 @@ SLAB_BYTES, MEMORY_SLAB_BYTES = 1 << 30, 64 << 20
 lets no write in."""
 GROW_BYTES = 128 << 20
 """Larger files grow by so much at a time: writes wait for it."""
+COUNTED_BYTES = 1 << 30
+"""While more than this is left of the limit others' bytes are not counted anew, which looks at each file."""
 MAX_SLABS = 512
 # The file system keeps its own notes about a file and they count as used: at worst two extents of 12 bytes per slot,
 # doubled, and some blocks per file.
@@ -100,6 +102,7 @@ class DiskSpace:
         self._growing = threading.Lock()
         self._slabs: list[int] = []
         self._short = False
+        self._others = limit_bytes  # bytes of others, as they were counted last
         files.claim_directory(path)
         self._lock_fd = lock_directory(files, path)
         try:
@@ -207,7 +210,9 @@ class DiskSpace:
         """Count the slots that may exist now."""
         free = self._files.free_bytes(self._path) - self._free
         by_floor = self.allocated + self._space.slots_within(free)
-        return min(by_floor, self._space.slots_within(self._limit - self._count_other_bytes()))
+        if self._limit - self._others - self._space.bytes_of(self.allocated) < COUNTED_BYTES:
+            self._others = self._count_other_bytes()
+        return min(by_floor, self._space.slots_within(self._limit - self._others))
 
     def _slab_path(self, number: int) -> Path:
         return self._home / f"slab-{number:05d}"
@@ -231,6 +236,7 @@ class DiskSpace:
         for home in self._find_stale():
             _log.info("disk tier: deleting %s, left by another model or other settings", home)
             delete_namespace(self._files, home)
+            self._others = self._limit
             return True
         return False
 
