@@ -275,7 +275,7 @@ def test_an_answer_changes_the_class_of_all_pages_of_its_request() -> None:
     policy.add_pages(["c"], "b")
 
     def coarse() -> set[int]:
-        groups = [policy._nodes[key].group for key in "abc"]
+        groups = [policy._nodes[key].learnt for key in "abc"]
         assert all(isinstance(group, TouchGroup) for group in groups)
         return {group.page_class.coarse >> 8 for group in groups if isinstance(group, TouchGroup)}
 

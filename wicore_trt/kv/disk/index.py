@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,8 @@ def _take_candidates(
     *names, tokens, check = record_fields(namespace.page_tokens)
     fields, width = np.dtype(names), np.dtype(names).itemsize
     size = width + np.dtype([tokens, check]).itemsize
-    rows, texts, named, passing = list[Any](), list[Any](), [np.zeros(0, bool)], [np.zeros(0, bool)]
+    checked = Struct(f"{size - CHECK_BYTES}s{CHECK_BYTES}s")
+    rows, texts, named, passing = bytearray(), bytearray(), [np.zeros(0, bool)], [np.zeros(0, bool)]
     for some in records:
         begin = sum(map(len, named))
         named.append(some["magic"] != 0)
@@ -260,17 +262,13 @@ def _take_candidates(
         plausible &= (some["flags"] & FLAG_SEALED) == flags
         plausible &= (some["group"] < len(namespace.groups)) & (some["part"] < some["parts"])
         plausible &= (some["write_id"] > 0) & (some["write_id"] < _WRITE_ID_END)
-        places, raw = np.flatnonzero(plausible), some.view(np.uint8)
-        data, checks = raw.data, some["check"][places].tolist()
-        whole = [
-            record_check(data[start : start + size - CHECK_BYTES]) == check
-            for start, check in zip((places * size).tolist(), checks, strict=True)
-        ]
-        places = places[np.array(whole, dtype=bool)]
-        rows.append(raw.reshape(-1, size)[places, :width].reshape(-1))
-        texts.append(some["tokens"][places[some["part"][places] == 0]])
-    found = np.concatenate([np.zeros(0, np.uint8), *rows]).view(fields)
-    return found, np.concatenate([np.zeros(0, tokens[1]), *texts]), np.concatenate(named), np.concatenate(passing)
+        raw = some.view(np.uint8)
+        plausible &= np.array([record_check(rest) == check for rest, check in checked.iter_unpack(raw.data)], bool)
+        places = np.flatnonzero(plausible)
+        rows += raw.reshape(-1, size)[places, :width].tobytes()
+        texts += some["tokens"][places[some["part"][places] == 0]].tobytes()
+    found, said = np.frombuffer(rows, fields), np.frombuffer(texts, tokens[1])
+    return found, said, np.concatenate(named), np.concatenate(passing)
 
 
 def _find_complete(found: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -31,6 +31,10 @@ def log_score(attention: float, frequency: int, last: int, rate: float) -> float
     return worth + rate * last
 
 
+def _attention_of(node: Node) -> float:
+    return node.learnt if isinstance(node.learnt, float) else NEUTRAL_SIGNAL
+
+
 class A2CRPolicy(ChainPolicy):
     """Policy of one tier. A page's attention is the running mean (half new, half old) of the measured signals.
 
@@ -49,14 +53,15 @@ class A2CRPolicy(ChainPolicy):
         self._review_at = self.capacity
 
     def _score_node(self, node: Node) -> float:
-        return log_score(node.attention, node.uses + 1, node.last, self.rate)
+        return log_score(_attention_of(node), node.uses + 1, node.last, self.rate)
 
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node in path[:seen]:
             node.uses += 1
         if signal is not None:
             for node, value in zip(path, signal, strict=True):
-                node.attention = value if node.attention == NEUTRAL_SIGNAL else 0.5 * (node.attention + value)
+                before = _attention_of(node)
+                node.learnt = float(value if before == NEUTRAL_SIGNAL else 0.5 * (before + value))
         if not self._shadows:
             return
         # Deepest first: pages of one request tie but for their frequency, and the parent must be the later one.
@@ -96,7 +101,7 @@ class _Shadow:
         if node.key in self._held:
             self.hits += 1
         # The depth breaks ties and makes entries of one page at one time equal, so keys are never compared.
-        entry = (log_score(node.attention, node.uses + 1, now, self.rate), -node.depth)
+        entry = (log_score(_attention_of(node), node.uses + 1, now, self.rate), -node.depth)
         self._held[node.key] = entry
         heapq.heappush(self._heap, (entry, node.key))
         while len(self._held) > self._size:

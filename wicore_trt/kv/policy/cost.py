@@ -26,7 +26,7 @@ _MAX_USES, _MAX_FRESH, _MAX_IDLE, _MAX_LENGTH = 3, 6, 5, 9
 # Of LRUGuard, in its unit: the lead that a first trial needs, the loss that ends trust in the learnt order, and the
 # most gains that are set off against losses.
 _FIRST_LEAD, _LOSS, _CREDIT = 4, 4, 64
-_GROUP_OF, _USES_OF = attrgetter("group"), attrgetter("uses")
+_GROUP_OF, _USES_OF = attrgetter("learnt"), attrgetter("uses")
 
 
 class CostPolicy(ChainPolicy):
@@ -71,7 +71,7 @@ class CostPolicy(ChainPolicy):
         return node.last if self.lru_decides else self._learnt_worth(node)
 
     def _learnt_worth(self, node: Node) -> float:
-        group = node.group
+        group = node.learnt
         assert isinstance(group, TouchGroup)
         worth = self._model.rank_index(group.page_class, self._clock - group.last)
         return worth if self._page_cost is None else worth * self._page_cost(node.depth)
@@ -122,7 +122,7 @@ class CostPolicy(ChainPolicy):
             node = self._nodes.get(key)
             if node is None:
                 continue
-            group = node.group
+            group = node.learnt
             assert isinstance(group, TouchGroup)
             if group is not noted:
                 coarse, fine = group.page_class
@@ -140,16 +140,16 @@ class CostPolicy(ChainPolicy):
             group = groups[coarse] = TouchGroup(PageClass(coarse, fine), self._clock)
         group.open += len(nodes)
         for node in nodes:
-            node.group = group
+            node.learnt = group
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:
-        above = nodes[0].parent.group if nodes[0].parent is not None else None
+        above = nodes[0].parent.learnt if nodes[0].parent is not None else None
         kind = above.page_class if isinstance(above, TouchGroup) else PageClass(0, 0)
         group = TouchGroup(kind, self._clock)  # of weight 1, as no one request brought them
         group.open = len(nodes)
         self._groups[group] = None
         for node in nodes:
-            node.group = group
+            node.learnt = group
         if self._guard is not None:
             self._guard.hold_pages(nodes)
 
@@ -165,7 +165,7 @@ class CostPolicy(ChainPolicy):
 
     def _close_wait(self, nodes: Sequence[Node], *, reused: bool) -> None:
         """End the wait of pages of one group: pages of one request were mostly touched together before."""
-        group = nodes[0].group
+        group = nodes[0].learnt
         assert isinstance(group, TouchGroup)
         self._model.end_wait(group, len(nodes), self._clock - group.last, reused=reused)
         group.open -= len(nodes)
@@ -269,11 +269,11 @@ class _Trial(ChainPolicy):
 
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node, original in zip(path, self._coming, strict=True):
-            node.group = original.group
+            node.learnt = original.learnt
 
     def _adopt_pages(self, nodes: Sequence[Node]) -> None:
         for node, original in zip(nodes, self._coming, strict=True):
-            node.group = original.group
+            node.learnt = original.learnt
 
     def serve_request(self, path: Sequence[Node]) -> int:
         """Replay one request; returns its hits."""

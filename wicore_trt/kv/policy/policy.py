@@ -28,10 +28,10 @@ def ghost_limit(capacity: int) -> int:
 class Node:
     """Page that is in the tier (`resident`) or was seen lately (a ghost). `children` counts resident children;
     `version` outdates heap entries; `last` is the clock of the last touch; `uses` counts touches after the first;
-    `group` belongs to the cost policy, `attention` to A2CR."""
+    `learnt` is the policy's own: a group of pages, or attention mass."""
 
     __slots__ = (
-        "attention", "children", "depth", "group", "key", "last", "parent", "pins", "resident", "uses", "version",
+        "children", "depth", "key", "last", "learnt", "parent", "pins", "resident", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, key: Key, parent: Node | None) -> None:
@@ -40,8 +40,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children = self.pins = self.version = self.uses = self.last = 0
         self.resident = False
-        self.attention = NEUTRAL_SIGNAL
-        self.group: object = None
+        self.learnt: object = None
 
 
 class ChainPolicy(ABC):

@@ -58,7 +58,7 @@ class DownTransfers:
             movers.host_traffic.failures["no room"] += 1
             return None
         if private:
-            copy.private = True
+            copy.found = None
             index.mark_saved(copy)
         move = Store(copy)
         movers.outstanding += 1

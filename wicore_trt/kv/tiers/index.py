@@ -14,7 +14,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -253,10 +253,10 @@ class TierIndex:
             self.pages[group] += 1
             shares[page.tenant] += need
             taken.extend(slots)
-        used = bytearray(self.num_slots)
+        free = bytearray(b"\1") * self.num_slots
         for slot in taken:
-            used[slot] = 1
-        self._free = array("I", (slot for slot in range(last, -1, -1) if not used[slot]))
+            free[slot] = 0
+        self._free = array("I", compress(range(last, -1, -1), reversed(free)))
         for tag, count in shares.items():
             self._get_tenant(tag).slots = count
         for node in [node for node in self._nodes.values() if node.carrier is None]:

@@ -45,8 +45,8 @@ Checksum = tuple[bytes, Page]
 class TierCopy(Struct, eq=False, gc=False):
     """Page in one tier, a Struct as it is smallest. The number of its `slots` tells whether it is coded. `readers`
     count transfers that read them; `checksum` is set by the tier that checks it; `saved`: the next tier has had it, or
-    is not to have it; `origin` is the tier it was fetched from and not used since, for the statistics; `private`: one
-    sequence alone can use it; `found`: it was ready once, and not private, so events tell when it leaves."""
+    is not to have it; `origin` is the tier it was fetched from and not used since, for the statistics; `found`: it was
+    ready once, so events tell when it leaves; None where they never do, as one sequence alone can use it."""
 
     page: Page
     slots: Sequence[int]
@@ -55,8 +55,7 @@ class TierCopy(Struct, eq=False, gc=False):
     checksum: Checksum | None = None
     saved: bool = False
     origin: str = ""
-    private: bool = False
-    found: bool = False
+    found: bool | None = False
 
     @property
     def ready(self) -> bool:
@@ -71,7 +70,7 @@ class TierCopy(Struct, eq=False, gc=False):
         """Change state; an illegal transition is a bug of ours."""
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state} (I6)"
         self.state = state
-        self.found = self.found or (self.ready and not self.private)
+        self.found = self.ready if self.found is False else self.found
 
 
 class Stage(enum.Enum):
