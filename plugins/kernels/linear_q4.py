@@ -94,17 +94,14 @@ def _spread_scales(scale):
 
 
 @triton.jit
-def _load_blocks(w, d, c, tiles, block, live, EVICT_FIRST: tl.constexpr, MINIMUMS: tl.constexpr):
-    """(Bytes, scales, minimums) of column block `block` [W] of each of the tiles that begin at `tiles` [W]."""
-    found = ()
-    for i in tl.static_range(len(tiles)):
-        at = (tiles[i] + block)[:, None]
-        scale = _load_scales(d, at, live)
-        least = scale
-        if MINIMUMS:
-            least = _load_scales(c, at, live)
-        found += ((_load_tiles(w, at, live, EVICT_FIRST), scale, least),)
-    return found
+def _load_blocks(w, d, c, tile, block, live, EVICT_FIRST: tl.constexpr, MINIMUMS: tl.constexpr):
+    """(Bytes, scales, minimums) of column block `block` [W] of the tiles that begin at `tile` [W, T]."""
+    at = tile + block[:, None]
+    scale = _load_scales(d, at, live)
+    least = scale
+    if MINIMUMS:
+        least = _load_scales(c, at, live)
+    return _load_tiles(w, at, live, EVICT_FIRST), scale, least
 
 
 @triton.jit
@@ -118,42 +115,22 @@ def _split_rows(value):
 
 
 @triton.jit
-def _add_blocks(accs, block, value, MINIMUMS: tl.constexpr):
-    """accs, each [W, 1, r, g, COLUMNS / 8, t, 2], plus the products of a block of each tile and x. One tile follows
-    another, so that few sums of a block are in registers."""
-    W: tl.constexpr = accs[0].shape[0]
-    M8: tl.constexpr = accs[0].shape[4]
+def _add_blocks(acc, packed, scale, least, value, MINIMUMS: tl.constexpr):
+    """acc [W, T, r, g, COLUMNS / 8, t, 2] plus the products of blocks of weights and x."""
+    W: tl.constexpr = acc.shape[0]
+    M8: tl.constexpr = acc.shape[4]
     low, high = _split_rows(value)
+    q_low, q_high = _widen(packed, low.dtype)
+    part = tl.reshape(tl.dot(q_high, high, tl.dot(q_low, low)), acc.shape)
+    scale = _spread_scales(scale)
+    acc = tl.fma(part, tl.broadcast_to(scale, acc.shape), acc)
     if MINIMUMS:
         ones = tl.full([W, 16, 16], 1.0, tl.float32).to(low.dtype)
         sums = tl.reshape(tl.dot(ones, high, tl.dot(ones, low)), [W, 2, 8, M8, 4, 2])  # all 16 rows alike
         sums, _ = tl.split(tl.permute(sums, (0, 2, 3, 4, 5, 1)))
-    made = ()
-    for i in tl.static_range(len(accs)):
-        acc = accs[i]
-        q_low, q_high = _widen(block[i][0], low.dtype)
-        part = tl.reshape(tl.dot(q_high, high, tl.dot(q_low, low)), acc.shape)
-        scale = _spread_scales(block[i][1])
-        acc = tl.fma(part, tl.broadcast_to(scale, acc.shape), acc)
-        if MINIMUMS:
-            rest = tl.fma(scale, 8.0, _spread_scales(block[i][2]))  # of Q4_0's d and -8 d: 0
-            acc = tl.fma(tl.broadcast_to(sums[:, None, None], acc.shape), tl.broadcast_to(rest, acc.shape), acc)
-        made += (acc,)
-    return made
-
-
-@triton.jit
-def _stack_tiles(ys):
-    """[WN, tiles * 32, COLUMNS] of each tile's [WN, 32, COLUMNS]; one, two or four."""
-    WN: tl.constexpr = ys[0].shape[0]
-    COLUMNS: tl.constexpr = ys[0].shape[2]
-    if len(ys) == 1:
-        y = ys[0]
-    elif len(ys) == 2:
-        y = tl.permute(tl.join(ys[0], ys[1]), (0, 3, 1, 2))
-    else:
-        y = tl.permute(tl.join(tl.join(ys[0], ys[2]), tl.join(ys[1], ys[3])), (0, 3, 4, 1, 2))
-    return tl.reshape(y, [WN, len(ys) * 32, COLUMNS])
+        rest = tl.fma(scale, 8.0, _spread_scales(least))  # of Q4_0's d and -8 d: 0
+        acc = tl.fma(tl.broadcast_to(sums[:, None, None], acc.shape), tl.broadcast_to(rest, acc.shape), acc)
+    return acc
 
 
 @triton.jit
@@ -199,23 +176,22 @@ def linear_q4(
     token_blocks = tl.cdiv(tokens, COLUMNS)
     first = tl.program_id(0) // token_blocks * ROWS
     warp = tl.arange(0, W)
-    tiles, accs = (), ()
-    for i in tl.static_range(T * HALVES):
-        tile = tl.minimum(first // 32 + warp // WK * T + i % T, N // 32 - 1) + i // T * (N // 32)
-        tiles += (tile * BLOCKS,)
-        accs += (tl.zeros([W, 1, 4, 8, M8, 4, 2], tl.float32),)
+    tile = first // 32 + (warp // WK)[:, None] * T + (tl.arange(0, T * HALVES) % T)[None, :]
+    tile = tl.minimum(tile, N // 32 - 1) + (tl.arange(0, T * HALVES) // T)[None, :] * (N // 32)
+    tile *= BLOCKS
     g, t = tl.arange(0, 8), tl.arange(0, 4)
     token = tl.program_id(0) % token_blocks * COLUMNS
     rows = (token + g[:, None] + tl.arange(0, M8)[None, :] * 8)[None, :, None, :, None]
     columns = t[:, None, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, None, :]
     from_row = x + rows.to(tl.int64) * K + columns
+    acc = tl.zeros([W, T * HALVES, 4, 8, M8, 4, 2], tl.float32)
     begin = tl.program_id(1) * PART * WK
     end = tl.minimum(begin + PART * WK, BLOCKS)
     block = begin + warp % WK
     blocks = ()
     for i in tl.static_range(AHEAD):
         at = block + i * WK
-        blocks += (_load_blocks(w, w_scale, w_minimum, tiles, at, at < end, EVICT_FIRST, MINIMUMS),)
+        blocks += (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
     take_turn(DEPENDENT)
     values = ()
     for i in tl.static_range(X_AHEAD):
@@ -223,18 +199,16 @@ def linear_q4(
         values += (tl.load(from_row + at * 32, mask=(rows < tokens) & (at < end), other=0.0),)
     for step in range(0, PART, UNROLL):
         for i in tl.static_range(UNROLL):
-            accs = _add_blocks(accs, blocks[0], values[0], MINIMUMS)
+            acc = _add_blocks(acc, blocks[0][0], blocks[0][1], blocks[0][2], values[0], MINIMUMS)
             at = block + (step + i + AHEAD) * WK
-            blocks = blocks[1:] + (_load_blocks(w, w_scale, w_minimum, tiles, at, at < end, EVICT_FIRST, MINIMUMS),)
+            blocks = blocks[1:] + (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
             at = (block + (step + i + X_AHEAD) * WK)[None, None, :, None, None]
             values = values[1:] + (tl.load(from_row + at * 32, mask=(rows < tokens) & (at < end), other=0.0),)
     m = token + tl.arange(0, COLUMNS)
     inside = (m < tokens)[None, :]
     # Warps that share rows are added up.
-    ys = ()
-    for i in tl.static_range(T * HALVES):
-        ys += (tl.sum(tl.reshape(accs[i], [WN, WK, 32, COLUMNS]), axis=1),)
-    y = tl.reshape(_stack_tiles(ys), [ROWS * HALVES, COLUMNS])
+    y = tl.sum(tl.reshape(acc, [WN, WK, T * HALVES * 32, COLUMNS]), axis=1)
+    y = tl.reshape(y, [ROWS * HALVES, COLUMNS])
     if SPLITS > 1:
         y, last = sum_splits(y, partials, counters, tl.program_id(0), tl.num_programs(0), inside, SPLITS)
         if not last:

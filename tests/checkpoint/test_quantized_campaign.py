@@ -142,6 +142,8 @@ def judge(number: int, seed: int, path: Path) -> str:
         text = str(error)
         assert text.isprintable() and len(text) < 1500 and str(path) in text, f"case {number} ({name}): {text!r}"
         return REFUSED
+    if "quantization" not in " ".join(k for k, v in config.items() if v):  # a file of its own says it
+        config |= {"quantization_config": next(iter(files.values()), None)}
     wanted = decode(config, tensors)
     assert set(found) == set(wanted), f"case {number} ({name}): other tensors"
     for tensor, weight in wanted.items():
