@@ -329,23 +329,25 @@ class StreamPageCopier:
         return _Copies(addresses, count if code is None else code.coded_bytes, keys, shared, pages, done, code)
 
     def _cut_pieces(self, asked: Sequence[_Copies]) -> list[tuple[int, int, int]]:
-        """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in both memories."""
-        parts = list[tuple[int, int, int]]()
+        """Cut copies into pieces (device, host, bytes), joining parts that lie side by side in both memories,
+        in one pool or one place of the staging: no copy passes a border between allocations."""
+        parts = list[tuple[int, int, int, tuple[str, bool]]]()
         for copies in asked:
+            within = copies.keys[0][0], copies.code is None
             for address, page in zip(copies.staged or copies.addresses, copies.parts, strict=True):
                 at = address
                 for part in page:
-                    parts.append((host_address(part), at, part.nbytes))
+                    parts.append((host_address(part), at, part.nbytes, within))
                     at += part.nbytes
                 assert at == address + copies.count
-        pieces, ends = list[tuple[int, int, int]](), (-1, -1)
-        for there, at, size in sorted(parts):
-            if ends == (there, at) and there not in self._pinned:
+        pieces, ends = list[tuple[int, int, int]](), (-1, -1, ("", False))
+        for there, at, size, within in sorted(parts):
+            if ends == (there, at, within) and there not in self._pinned:
                 device, begun, before = pieces[-1]
                 pieces[-1] = (device, begun, before + size)
             else:
                 pieces.append((at, there, size))
-            ends = there + size, at + size
+            ends = there + size, at + size, within
         return pieces
 
     def _add_copies(self, asked: _Asked, copies: _Copies, *, settled: bool) -> None:
