@@ -57,7 +57,7 @@ def read_lower_tiers(core, folder: Path) -> bytes:
 @pytest.mark.parametrize("write_policy", ["through", "selective", "back"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_byte_and_no_name_goes_where_the_request_forbids_it(tmp_path: Path, write_policy: str, seed: int) -> None:
-    rng = random.Random()
+    rng = random.Random(seed)
     kv = KVSettings(
         host_bytes=rng.choice([30, 120]) * SLOT, disk_path=str(tmp_path / "kv"), disk_bytes=16 << 20,
         disk_free_bytes=0, write_policy=write_policy,
