@@ -35,7 +35,7 @@ REACHED = {
     "failed of a spoilt entry": 5, "failed logits": 3, "page expired": 20, "ended: cancelled": 20,
     "ended: deadline": 3, "ended: stop": 20, "crash": 10, "copier broke": 1, "start refused by a fault": 1,
     "slab changed hands": 500, "image encoded": 500, "image read": 700,
-    "failed image": 5, "step ahead of one that waits for an image": 20, "step ahead that reads an image": 3,
+    "failed image": 5, "step ahead of one that waits for an image": 20,
     "bit flipped on the way to or from the device": 20,
 }  # fmt: skip
 """What 200 lives reach at least, by far; a campaign that never goes there proves nothing about it."""

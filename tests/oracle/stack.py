@@ -359,11 +359,10 @@ class Stack:
         def followed(plan):
             found = follow(plan)
             counts["step ahead"] += found is not None
-            here = {s.seq_id for s, _ in plan.slices}
-            seeing = [s for s in self.scheduler.running if len(s.tokens) - s.computed > 1 and s.seq_id not in here]
-            if found is not None and seeing:
-                reads = any(count > 1 for _, count in found.slices)
-                counts["step ahead that reads an image" if reads else "step ahead of one that waits for an image"] += 1
+            waiting = [
+                s for s in self.scheduler.running if len(s.tokens) - s.computed > 1 and s not in dict(plan.slices)
+            ]
+            counts["step ahead of one that waits for an image"] += found is not None and bool(waiting)
             return found
 
         start_afresh = manager.memory.evict_all

@@ -6,12 +6,11 @@ import random
 from functools import partial
 
 import pytest
-from fakes import AheadFakeExecutor, FakeEncoder, greedy, make_core
+from fakes import AheadFakeExecutor, greedy, make_core
 from kv import campaign
 
 from wicore_trt.model.spec import GLOBAL, LOCAL
-from wicore_trt.runtime.batch import UNREAD
-from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams
+from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 
 def always(core) -> AheadFakeExecutor:
@@ -133,32 +132,6 @@ def test_a_newcomer_is_computed_in_the_step_after_the_one_that_runs():
     while not any(seq_id == 1 for step in executor.steps for seq_id, _ in step):
         core.step()
     assert len(executor.steps) == before + 1
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_step_ahead_reads_an_image_that_is_ready(alone):
-    """One with penalties waits for the step before."""
-    core = make_core(ahead=0, max_batch_tokens=24, images=FakeEncoder())
-    executor, read = always(core), list[int]()
-    submit = executor.submit
-
-    def note(batch):
-        if any(s.images for s in batch.slices):
-            read.append(sum(s.token_ids == [UNREAD] for s in batch.slices))
-        submit(batch)
-
-    executor.submit = note
-    prompt, span = [7, 8, *[9] * 4, 10, *range(12)], ContentSpan(2, 6, bytes(32), bytes(FakeEncoder.pixel_bytes))
-    for name in "abc":
-        core.add(request(name, [5, 6, ord(name)], 100, ignore_eos=True))
-    for _ in range(5):
-        core.step()
-    params = SamplingParams(temperature=0.0, max_tokens=3, repetition_penalty=1.2 if alone else 1.0)
-    core.add(GenerateRequest("seeing", tuple(prompt), params, content=(span,)))
-    got = run(core)
-    assert got["seeing"] == greedy(prompt, 3)
-    assert got["a"] == greedy([5, 6, ord("a")], 100, ignore_eos=True)[-len(got["a"]) :]
-    assert read == [0 if alone else 3]
 
 
 def test_a_step_that_nobody_waits_for_can_be_landed():

@@ -1,7 +1,7 @@
 """Encodings of images between the steps of an engine: begins what the books choose, takes what ended.
 
 Single-threaded; it must not know pages. Invariant: no step that is under way or scheduled reads a slot that is begun.
-The books know the last schedule, and steps ahead of it ask, too.
+The books know the last schedule, and steps ahead of it read no image.
 """
 
 from __future__ import annotations

@@ -174,9 +174,7 @@ class EngineCore(Core):
 
     def step(self) -> list[TokenOutput]:
         """Finish one step; where the executor runs ahead, the next one is then already started."""
-        outputs, flight = self._end_expired(), self._flight
-        if flight is not None or not self._late:  # else the next step, which comes behind parts, does not read it, too
-            outputs += self._take_encodings()
+        outputs, flight = self._end_expired() + self._take_encodings(), self._flight
         if flight is None:
             schedule = self.scheduler.schedule_step()
             if self._ahead is None or not schedule.slices:
@@ -408,17 +406,16 @@ class EngineCore(Core):
         return [self._finish_sequence(sequence, FinishReason.ERROR, error="The KV pool is too small for this request.")]
 
     def _make_batch(self, schedule: StepSchedule, *, ahead: bool) -> StepBatch:
-        """Make a schedule's batch. `ahead`: slices of one are the token after all known ones, which is not read yet."""
+        """Make a schedule's batch. `ahead`: each slice is the token after all known ones, which is not read yet."""
         slices, matchers, uncounted, unread = [], self._matchers, self._uncounted, [UNREAD]
         for sequence, count in schedule.slices:
             tokens, params, pages = sequence.tokens, sequence.params, sequence.pages
             if sequence.begun is None:
                 self._begin_sequence(sequence)
             length, prompt_len = len(tokens), sequence.prompt_len
-            late = ahead and count == 1
-            start = length if late else sequence.computed
-            ids = unread if late else tokens[start : start + count]
-            sample, suppress_eos = late or start + count == length, length - prompt_len + late < params.min_tokens
+            start = length if ahead else sequence.computed
+            ids = unread if ahead else tokens[start : start + count]
+            sample, suppress_eos = ahead or start + count == length, length - prompt_len + ahead < params.min_tokens
             piece = SequenceSlice(
                 sequence.seq_id, ids, start, pages.tables, sample, params, prompt_len, sequence.seed, suppress_eos,
                 sequence.stop_ids, None, (), pages.stamp,

@@ -182,17 +182,13 @@ class Scheduler:
             decoding.sort(key=order_key)
         for s in decoding:
             self._serve_sequence(s, schedule, budget)
-        self._limit_time(schedule, budget)
-        self._shorten_beside_disk(budget)
-        self._schedule_prompts(schedule, budget)
-        return schedule
-
-    def _limit_time(self, schedule: StepSchedule, budget: Budget) -> None:
-        """Limit prompts beside a schedule that only decodes."""
         if self.step_time is not None:
             decode = StepLoad(len(schedule.slices), sum(s.computed for s, _ in schedule.slices))
             sizes = next((found for rows, found in self.graph_sizes.items() if rows >= decode.rows), ())
             budget.set_time(self.step_time, decode, self.least_tokens, sizes)
+        self._shorten_beside_disk(budget)
+        self._schedule_prompts(schedule, budget)
+        return schedule
 
     def _shorten_beside_disk(self, budget: Budget) -> bool:
         """Keep a step short in which pages come from disk; return whether any do."""
@@ -232,9 +228,8 @@ class Scheduler:
 
     def schedule_ahead(self, schedule: StepSchedule) -> StepSchedule | None:
         """Make up the step after `schedule` while that one still runs: one token for each sequence that its sampled
-        token cannot have ended, and prompts whose images were ready since. None when the next step should wait for this
-        one: a sequence is not decoding and may go on soon, one could be admitted or would have to be preempted, or none
-        goes on."""
+        token cannot have ended. None when the next step should wait for this one: a sequence is not decoding and may go
+        on soon, one could be admitted or would have to be preempted, or none goes on."""
         loading, given = [s for s in self.running if s.pages.load is not None], {s.seq_id for s, _ in schedule.slices}
         # an arriving page would be copied into a slot that the step under way writes and the next one reads
         if any(s.seq_id in given for s in loading):
@@ -244,13 +239,12 @@ class Scheduler:
         if loading and not self._all_wait(loading, decoding):
             return None
         following = [s for s in decoding if len(s.tokens) + 1 < s.longest]
-        live, stopped, seeing = [s for s in self.running if s.finish_reason is None], len(loading), list[Sequence]()
-        if self.images is not None and len(decoding) < len(live):  # those that wait for an encoding hold up nobody
-            counts, stops = {s.seq_id: n for s, n in schedule.slices}, self.images.is_stopped
+        live, stopped = [s for s in self.running if s.finish_reason is None], len(loading)
+        if self.images is not None and self.images.busy:  # those that wait for it hold up nobody
+            counts = {s.seq_id: n for s, n in schedule.slices}
             others = [s for s in live if s.pages.load is None]
-            stopped += sum(stops(s.seq_id, s.computed + counts.get(s.seq_id, 0)) for s in others)
-            seeing = [s for s in others if s.images and s.seq_id not in given and not stops(s.seq_id, s.computed)]
-        if len(decoding) + stopped + len(seeing) < len(live) or not 0 < len(following) <= self.max_batch_tokens:
+            stopped += sum(self.images.is_stopped(s.seq_id, s.computed + counts.get(s.seq_id, 0)) for s in others)
+        if len(decoding) + stopped < len(live) or not 0 < len(following) <= self.max_batch_tokens:
             return None
         everybody = len(following) + stopped == len(self.running)
         if len(self.waiting) and not (everybody and self._is_blocked() and self._find_in_the_way() is None):
@@ -262,24 +256,7 @@ class Scheduler:
         ]
         if short and not self.manager.extend_tables(short):
             return None
-        ahead = StepSchedule([(s, 1) for s in following])
-        return ahead if not seeing or (not loading and self._join_seeing(seeing, ahead)) else None
-
-    def _join_seeing(self, prompts: list[Sequence], schedule: StepSchedule) -> bool:
-        """Add prompts with images that are ready to a step ahead; return whether there is room for all of them."""
-        budget, images = Budget(self.max_batch_tokens - len(schedule.slices)), self.images
-        self._limit_time(schedule, budget)
-        for sequence in sorted(prompts, key=self._prompt_order):
-            params, start, count = sequence.params, sequence.computed, sequence.remaining_tokens
-            if images is not None and not images.limit_tokens(sequence.seq_id, sequence.images, start, count):
-                continue  # its image is encoded later
-            if sequence.scoring or params.penalized or params.constraint is not None:
-                return False  # what they need may follow from the step under way
-            count = self._limit_tokens(sequence, count, budget)
-            if count < 2 or not self.manager.reserve_pages(sequence.pages, sequence.computed + count):
-                return False
-            self._add_slice(sequence, count, schedule, budget)
-        return True
+        return StepSchedule([(s, 1) for s in following])
 
     def _all_wait(self, loading: list[Sequence], decoding: list[Sequence]) -> bool:
         """Say whether sequences that load will wait for longer than a step of `decoding` takes."""

@@ -323,8 +323,8 @@ class TritonExecutor:
         slice the row of its logits, if it samples, and that of its masses."""
         unread = None
         if waiting := [s.token_ids for s in slices].count([UNREAD]):
-            assert waiting == plan.decode.sequences, "tokens are read, or they are not"
-            unread = Unread(self._tokens, self.rows_of(slices[:waiting]))
+            assert waiting == len(slices), "tokens are read, or they are not"
+            unread = Unread(self._tokens, self.rows_of(slices))
         padded = self._find_graph(slices, plan, measured)
         if padded is not None:
             (size, graph), first, others = padded, plan.decode.sequences, plan.prefill.sequences

@@ -60,8 +60,8 @@ def array_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 @dataclass(frozen=True)
 class Unread:
-    """Token ids that the step before sampled and left on the device: those of `rows` of `tokens` (int32), for the
-    sequences that decode."""
+    """Token ids that the step before sampled and left on the device: those of `rows` of `tokens` (int32). Sequences of
+    the step have one token each."""
 
     tokens: torch.Tensor
     rows: Sequence[int]
