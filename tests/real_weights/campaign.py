@@ -432,7 +432,7 @@ def flip_in_host(ledger: Ledger, host: HostTier) -> None:
 def copies(index: TierIndex) -> Iterator[TierCopy]:
     """READY ones."""
     for node in list(index._nodes.values()):
-        yield from (copy for copy in node.copies.values() if copy.ready)
+        yield from (copy for copy in node.copies if copy.ready)
 
 
 def main(argv: list[str] | None = None) -> int:
