@@ -164,7 +164,7 @@ def test_subscribers_on_threads_see_no_gap_and_no_duplicate(seed):
 
 
 def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
-    """What comes is told first, parents before children, whatever the order in which it came."""
+    """Arrivals are told first, parents before children, in whatever order they came."""
     log = KVEventLog(1000)
     for key in (6, 7):
         log.append_stored("device", page(key, "local"))

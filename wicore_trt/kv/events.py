@@ -68,7 +68,7 @@ _Place = tuple[str, str]
 _Changes = dict[_Place, dict[bytes, Page | str]]
 """Of a step, by tier and layer group: pages that came, and causes for which others left, by key."""
 _Batch = tuple[_Place, str | None, list[Any]]
-"""What an event tells: pages that came, or keys that left and the cause."""
+"""Pages that came, or keys that left and the cause: the content of an event."""
 _TIERS = ("device", "host", "disk")
 
 

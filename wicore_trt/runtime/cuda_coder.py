@@ -21,7 +21,7 @@ StartWork = Callable[[CudaLane], Callable[[], Sequence[bytes]]]
 STAGING_BYTES = 64 << 20
 """Staging of a batch, or one page if that is larger: a millisecond or two of a bus."""
 PLACES = 3
-"""One for batches to the host; two for those to the device, of which one comes while the other is decoded."""
+"""Batches to the host take one, batches to the device two: the next one arrives while the last is decoded."""
 
 
 class CodeKernels(NamedTuple):
