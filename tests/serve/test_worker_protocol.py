@@ -19,6 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from test_grpc_kv import Publisher, with_events
 
+from wicore_trt.errors import UnavailableError
 from wicore_trt.kv.events import EventSnapshot, KVEventLog
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.serve.worker import _AnswerMaker, _cut_batches, _make_snapshot
@@ -164,6 +165,26 @@ async def test_a_tokenizer_is_packed_once_whoever_asks_and_leaves(monkeypatch):
             assert max(len(chunk.data) for chunk in chunks) <= 1 << 16  # what one holds who reads nothing
         await rest_of(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
     assert len(packed) == 1
+
+
+async def test_loads_of_replicas_are_asked_at_once_and_a_silent_one_is_left_out(monkeypatch):
+    engine, asked = make_engine(), asyncio.Barrier(3)
+
+    async def stats(tenant: str | None = None):
+        await asked.wait()  # for the other two
+        return await engine.engine.stats(tenant)
+
+    async def silence(tenant: str | None = None):
+        await asked.wait()
+        raise UnavailableError("The engine does not tell its statistics.", fix="Try again soon.")
+
+    parts = [SimpleNamespace(dead=None, stats=tell) for tell in (stats, silence, stats)]
+    parts.insert(2, SimpleNamespace(dead="killed"))
+    async with serving(engine) as running:
+        monkeypatch.setattr(type(engine.engine), "parts", parts)
+        loads = (await stub_of(running).GetLoads(pb2.GetLoadsRequest())).loads
+        assert [load.dp_rank for load in loads] == [0, 3]
+        monkeypatch.undo()
 
 
 async def test_overload_abort_load_and_drain():

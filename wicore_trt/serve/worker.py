@@ -124,13 +124,19 @@ class WorkerService:
         )  # fmt: skip
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
-        engine, who, loads = self._service.get_engine(), get_current_call().who, list[pb2.SchedulerLoad]()
+        engine, who = self._service.get_engine(), get_current_call().who
         parts = engine.engine.parts
-        for rank, part in enumerate(parts):
-            if part.dead is None and (not request.HasField("dp_rank") or request.dp_rank == rank):
-                with suppress(EngineDeadError, UnavailableError):  # one that hangs hides no other's load
-                    stats = await part.stats() if who.operator else await engine.read_tenant_stats(who.tenant, part)
-                    loads.append(_make_load(stats, engine.info.page_tokens, rank))
+
+        async def ask(rank: int) -> pb2.SchedulerLoad | None:
+            with suppress(EngineDeadError, UnavailableError):  # an engine that hangs hides and delays no other's load
+                part = parts[rank]
+                stats = await (part.stats() if who.operator else engine.read_tenant_stats(who.tenant, part))
+                return _make_load(stats, engine.info.page_tokens, rank)
+            return None
+
+        wanted = [i for i in range(len(parts)) if not request.HasField("dp_rank") or request.dp_rank == i]
+        found = await asyncio.gather(*(ask(rank) for rank in wanted if parts[rank].dead is None))
+        loads = [load for load in found if load is not None]
         timestamp = datetime.now(UTC).isoformat()
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=len(parts), loads=loads)
 
