@@ -8,13 +8,16 @@ be 2 or more, because a slice continues from the digest of the position before i
 
 from __future__ import annotations
 
+import math
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 from math import lcm
+from pathlib import Path
 
 from copiers import PlainCopier
 from fake_tokenizer import EOS, VOCAB, FakeTokenizer
@@ -220,6 +223,47 @@ class FakeExecutor(PlainCopier):
 
     def close(self) -> None:
         self.memory.clear()
+
+
+class Gate:
+    """Where the steps of an engine wait, so that what must happen beside them does at any speed of the machine. `let`
+    lets so many pass, all by default; at the end of a `with` block all do."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self.left, self._change, execute = 0.0, threading.Condition(), executor.execute
+        self.waits = False  # a step stands here
+        executor.execute = lambda batch: self._take_turn() and execute(batch)
+
+    def _take_turn(self) -> bool:
+        with self._change:
+            self.waits = True
+            assert self._change.wait_for(lambda: self.left > 0, 120), "nobody let this step pass"
+            self.waits = False
+            self.left -= 1
+        return True
+
+    def let(self, count: float = math.inf) -> None:
+        with self._change:
+            self.left += count
+            self._change.notify_all()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let()
+
+
+def hold_steps(executor: FakeExecutor, file: Path) -> None:
+    """While the file is there, the engine stands still after ten steps."""
+    execute = executor.execute
+
+    def held(batch: StepBatch) -> StepResult:
+        while len(executor.steps) >= 10 and file.exists():
+            time.sleep(0.005)
+        return execute(batch)
+
+    executor.execute = held
 
 
 class Taken(SequenceSlice, kw_only=True):

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import websockets
+from fakes import Gate
 from web import GREEDY, error_of, executor_of, expected, make_engine, serving, until
 
 from wicore_trt.access import admission
-from wicore_trt.core.limits import Limits
 from wicore_trt.errors import WicoreError
 from wicore_trt.http import intake, protocol, replies
 from wicore_trt.http.protocol import MAX_HEAD, MAX_HEADERS
@@ -95,13 +95,14 @@ async def test_bytes_behind_a_request_do_not_end_it(monkeypatch):
 
 
 async def test_a_client_that_leaves_while_it_waits_in_the_queue():
-    async with serving(make_engine(step_s=0.005, max_sequences=1)) as running:
-        first = asyncio.ensure_future(running.completion(max_tokens=200))
-        await until(lambda: running.server.context.open)
-        async with connection(running) as (_, writer):
-            writer.write(request_bytes(stream=True))
-            await until(lambda: running.server.context.open.total() == 2)
-        await until(lambda: running.server.context.open.total() == 1)
+    async with serving(make_engine(max_sequences=1)) as running:
+        with Gate(executor_of(running.engine)):
+            first = asyncio.ensure_future(running.completion(max_tokens=200))
+            await until(lambda: running.server.context.open)
+            async with connection(running) as (_, writer):
+                writer.write(request_bytes(stream=True))
+                await until(lambda: running.server.context.open.total() == 2)
+            await until(lambda: running.server.context.open.total() == 1)
         assert (await first).status_code == 200
 
 
@@ -148,10 +149,15 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch):
 
 async def test_comments_keep_a_silent_stream_alive(monkeypatch):
     monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
-    async with serving(make_engine(step_s=0.3)) as running:
-        found = await running.completion(prompt="x" * 40, max_tokens=2, stream=True)
-        assert found.status_code == 200 and found.text.startswith(": keep-alive\n\n")
-        assert found.text.count("data: {") == 2 and found.text.endswith("data: [DONE]\n\n")
+    body = {"prompt": "x" * 40, "max_tokens": 2, "stream": True, **GREEDY}
+    async with serving() as running:
+        with Gate(executor_of(running.engine)) as gate:
+            async with running.client.stream("POST", "/v1/completions", json=body) as found:
+                lines = found.aiter_lines()
+                assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+                gate.let()
+                rest = [line async for line in lines if line and line != ": keep-alive"]
+    assert len(rest) == 3 and rest[0].startswith("data: {") and rest[-1] == "data: [DONE]"
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event():
@@ -343,38 +349,30 @@ async def test_requests_in_a_row_and_in_a_pipe():
 
 async def test_open_calls_are_bounded(monkeypatch):
     monkeypatch.setattr(admission, "MAX_CALLS", 3)
-    async with serving(make_engine(step_s=0.01)) as running:
-        calls = [asyncio.ensure_future(running.completion(max_tokens=100)) for _ in range(3)]
-        await until(lambda: running.server.context.admission.calls.taken_places == 3)
-        found = await running.completion()
-        assert found.status_code == 429 and found.headers["retry-after"] and error_of(found)["code"] == "queue_full"
-        assert (await running.client.get("/health")).status_code == 200, "probes have no place"
+    async with serving() as running:
+        with Gate(executor_of(running.engine)):
+            calls = [asyncio.ensure_future(running.completion(max_tokens=100)) for _ in range(3)]
+            await until(lambda: running.server.context.admission.calls.taken_places == 3)
+            found = await running.completion()
+            assert found.status_code == 429 and found.headers["retry-after"] and error_of(found)["code"] == "queue_full"
+            assert (await running.client.get("/health")).status_code == 200, "probes have no place"
         assert {(await call).status_code for call in calls} == {200}
         await until(lambda: rests(running))
 
 
 async def test_a_full_queue_says_when_to_come_back():
-    async with serving(make_engine(step_s=0.01, max_sequences=1, max_waiting=1)) as running:
-        found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(6)))
+    async with serving(make_engine(max_sequences=1, max_waiting=1)) as running:
+        with Gate(executor_of(running.engine)):
+            asked = [asyncio.ensure_future(running.completion(max_tokens=50)) for _ in range(6)]
+            await until(lambda: sum(call.done() for call in asked) >= 4)
+        found = await asyncio.gather(*asked)
         codes = [response.status_code for response in found]
         assert 429 in codes and 200 in codes and set(codes) <= {200, 429}
         refused = next(response for response in found if response.status_code == 429)
         assert int(refused.headers["retry-after"]) >= 1 and int(refused.headers["retry-after-ms"]) >= 1
-        found = await running.completion(prompt=["a", "b", "c", "d"], max_tokens=50)
-        assert found.status_code == 429, "all of its prompts or none"
-        await until(lambda: rests(running))
-
-
-async def test_who_waited_longer_than_it_may_is_told_when_to_come_back():
-    engine = make_engine(step_s=0.01, max_sequences=1)
-    engine.engine.core.limits = Limits(max_queue_s=0.05)
-    async with serving(engine) as running:
-        found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(4)))
-        refused = [response for response in found if response.status_code != 200]
-        assert len(refused) == 3 and {response.status_code for response in refused} == {429}
-        assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
-        found = await asyncio.gather(*(running.completion(max_tokens=50) for _ in range(2)))
-        assert sorted(response.status_code for response in found) == [200, 429]
+        with Gate(executor_of(running.engine)):
+            found = await running.completion(prompt=["a", "b", "c", "d"], max_tokens=50)
+            assert found.status_code == 429, "all of its prompts or none"
         await until(lambda: rests(running))
 
 

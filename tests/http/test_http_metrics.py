@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
+from fakes import Gate
 from prometheus_client.parser import text_string_to_metric_families
 from web import executor_of, make_engine, serving, until
 
@@ -75,7 +75,9 @@ async def test_routers_find_the_names_of_vllm():
 async def test_what_waits_for_a_place_is_queued_and_not_prefilled():
     engine = make_engine(max_sequences=1, step_s=0.02)
     async with serving(engine) as running:
-        asked = [asyncio.ensure_future(running.completion(max_tokens=10)) for _ in range(2)]
+        with Gate(executor_of(engine)):
+            asked = [asyncio.ensure_future(running.completion(max_tokens=10)) for _ in range(2)]
+            await until(lambda: engine.live == 2)
         assert {found.status_code for found in await asyncio.gather(*asked)} == {200}
         got = await scraped(running)
         assert value(got, "wicore_request_queue_seconds_sum") > 10 * 0.02, "the second one waits for all of the first"
@@ -139,24 +141,16 @@ async def test_an_engine_that_does_not_answer_is_left_out(how, monkeypatch):
 async def test_a_long_step_hides_nothing():
     """While a step runs, the time goes on and who comes is counted."""
     engine = make_engine()
-    begun, end = threading.Event(), threading.Event()
-    execute = executor_of(engine).execute
-
-    def slow(batch):
-        begun.set()
-        assert end.wait(60)
-        return execute(batch)
-
-    executor_of(engine).execute = slow
+    gate = Gate(executor_of(engine))
     async with serving(engine) as running:
         tasks = [asyncio.ensure_future(running.completion())]
-        await asyncio.to_thread(begun.wait, 60)
+        await until(lambda: gate.waits)
         first = (await running.client.get("/v1/stats")).json()
         tasks += [asyncio.ensure_future(running.completion()) for _ in range(3)]
         await until(lambda: engine.live == 4)
         second = (await running.client.get("/v1/stats")).json()
         metrics = await scraped(running)
-        end.set()
+        gate.let()
         assert {task.status_code for task in await asyncio.gather(*tasks)} == {200}
     assert second["uptime_s"] > first["uptime_s"]
     assert first["requests_running"] + first["requests_waiting"] == 1

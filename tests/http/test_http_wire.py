@@ -84,7 +84,7 @@ async def test_a_message_that_does_not_end_ends_its_connection(monkeypatch):
             for _ in range(3):
                 writer.write(bytes([0x8A, 0x80, 0, 0, 0, 0]))
                 await asyncio.sleep(0.02)
-            head = await asyncio.wait_for(reader.readexactly(4), 5)
+            head = await asyncio.wait_for(reader.readexactly(4), 60)
             assert int.from_bytes(head[2:], "big") == 1008
         async with websockets.connect(running.url.replace("http", "ws", 1) + "/v1/stream") as connection:
             await asyncio.sleep(0.3)  # one that is silent stays
@@ -171,14 +171,15 @@ async def test_who_opens_no_websocket_reads_why(head):
     async with serving() as running:
         reader, writer = await asyncio.open_connection(*running.address)
         writer.write(head)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert answer.split()[1] == b"400" and b"This opens no WebSocket" in answer
         writer.close()
 
 
 @pytest.mark.parametrize("coding", ["content-length: {}", "transfer-encoding: chunked"])
-async def test_who_sends_too_much_reads_why(coding):
+async def test_who_sends_too_much_reads_why(coding, monkeypatch):
     """A client that sends all of its body before it reads, as most do."""
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
     size = 24 << 20
     async with serving(max_message_mb=1, api_key=KEY) as running:
         for key, status in ((KEY, b"413"), ("wrong", b"401")):
@@ -190,7 +191,8 @@ async def test_who_sends_too_much_reads_why(coding):
             assert answer.split()[1] == status and b"connection: close" in answer.lower()
 
 
-async def test_who_sends_too_long_a_head_reads_why():
+async def test_who_sends_too_long_a_head_reads_why(monkeypatch):
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
     async with serving() as running:
         head = b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 1000
         answer = await asyncio.to_thread(_sent_first, running.address, head, 24 << 20)
@@ -213,7 +215,7 @@ async def test_who_goes_on_sending_is_cut_off(monkeypatch):
 
 
 def _sent_first(address, head: bytes, size: int) -> bytes:
-    with stdlib_socket.create_connection(address, timeout=20) as client:
+    with stdlib_socket.create_connection(address, timeout=60) as client:
         client.sendall(head)
         for _ in range(size >> 16):
             client.sendall(b"y" * (1 << 16))

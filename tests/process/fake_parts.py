@@ -6,7 +6,8 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 (the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder
 where each process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
 supervisor's and its log's; with `narrow` its sockets hold few messages; with `images` the engine sees. `recipe`
-names a file of settings that the server reads, and reads again; `build` one that names the engine's build.
+names a file of settings that the server reads, and reads again; `build` one that names the engine's build. While the
+file `hold` is there, engines stand still after ten steps, and none loads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def leave_number(name: str) -> None:
 
 
 def load_engine(settings: Settings):
-    from fakes import FAKE_INFO, FakeEncoder, make_core
+    from fakes import FAKE_INFO, FakeEncoder, hold_steps, make_core
 
     from wicore_trt.link import channel
     from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -55,6 +56,9 @@ def load_engine(settings: Settings):
     given = options()
     channel.MAX_BACKLOG = given.get("backlog", channel.MAX_BACKLOG)
     time.sleep(given.get("load_s", 0))
+    hold = Path(given.get("hold", "/nowhere"))
+    while hold.exists():
+        time.sleep(0.005)
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
@@ -66,6 +70,7 @@ def load_engine(settings: Settings):
     )  # fmt: skip
     core.executor.step_s = given.get("step_s", 0.0)
     core.executor.fail_at = given.get("fail_at")
+    hold_steps(core.executor, hold)
     if "hang_at" in given:
         hang_at(core.executor, given["hang_at"])
     info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))

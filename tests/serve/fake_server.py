@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from fakes import FakeExecutor
+from fakes import hold_steps
 from serving import make_engine
 
 from wicore_trt.access import log
@@ -20,19 +20,7 @@ from wicore_trt.config import ServerSettings
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import EngineFormatError, WicoreError
-from wicore_trt.runtime.batch import StepBatch, StepResult
 from wicore_trt.serve.lifecycle import Servers, ServingProcess
-
-
-def hold(executor: FakeExecutor, file: Path) -> None:
-    execute = executor.execute
-
-    def held(batch: StepBatch) -> StepResult:
-        while len(executor.steps) >= 10 and file.exists():
-            time.sleep(0.005)
-        return execute(batch)
-
-    executor.execute = held
 
 
 class LocalProcess(ServingProcess):
@@ -63,7 +51,7 @@ class LocalProcess(ServingProcess):
         executor = engine.engine._loop._core.executor
         executor.fail_at = options.get("fail_at")
         if "hold" in options:
-            hold(executor, Path(options["hold"]))
+            hold_steps(executor, Path(options["hold"]))
         return engine
 
 

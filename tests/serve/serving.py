@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
-from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
+from fakes import FAKE_INFO, FakeExecutor, FakeTokenizer, greedy, make_core
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -44,8 +44,12 @@ def make_engine(*, max_waiting: int = 100, step_s: float = 0.0, **kwargs) -> Tex
     return TextEngine(LocalEngine(core, max_waiting=max_waiting), TOKENIZER, info)
 
 
+def executor_of(engine: TextEngine) -> FakeExecutor:
+    return engine.engine._loop._core.executor
+
+
 def steps_of(engine: TextEngine) -> int:
-    return len(engine.engine._loop._core.executor.steps)
+    return len(executor_of(engine).steps)
 
 
 def expected(prompt: str, count: int) -> tuple[str, list[int]]:

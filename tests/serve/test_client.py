@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from serving import expected, make_engine, serving, stats_now, until
+from fakes import Gate
+from serving import executor_of, expected, make_engine, serving, stats_now, until
 
 from wicore_trt.client import Client, _make_sampling, _output_of
 from wicore_trt.errors import (
@@ -100,19 +102,26 @@ async def test_errors_are_those_of_the_engine():
             wrong = await asyncio.to_thread(fails, InvalidRequestError, [[1 << 30]])
             assert wrong.field == "token_ids"
             await asyncio.to_thread(fails, DeadlineError, "hello", LONG, timeout_s=0.3)
-    with Client(running.address) as client:
+    with socket.socket() as nobody, Client("{}:{}".format(*bound(nobody))) as client:
         with pytest.raises(UnavailableError):
             await asyncio.to_thread(client.generate, "hello", GREEDY)
         with pytest.raises(UnavailableError, match="took no requests"):
             await asyncio.to_thread(client.wait_ready, 0.3)
 
 
+def bound(nobody: socket.socket) -> tuple[str, int]:
+    """An address at which nothing listens, and nothing will."""
+    nobody.bind(("127.0.0.1", 0))
+    return nobody.getsockname()
+
+
 async def test_a_full_queue_says_when_to_come_back_and_a_wrong_key_is_told(tmp_path):
-    async with serving(make_engine(step_s=0.1, max_waiting=2), api_key="k" * 32) as running:
+    engine = make_engine(max_waiting=2)
+    async with serving(engine, api_key="k" * 32) as running:
         with Client(running.address, api_key="wrong") as client, pytest.raises(AuthenticationError):
             await asyncio.to_thread(client.generate, "hello", GREEDY)
         with Client(running.address, api_key="k" * 32) as client:
-            with pytest.raises(QueueFullError) as caught:
+            with pytest.raises(QueueFullError) as caught, Gate(executor_of(engine)):
                 await asyncio.to_thread(client.generate, ["a", "b"] * 40, replace(LONG, max_tokens=30))
             assert caught.value.retry_after_s > 0
 

@@ -9,7 +9,20 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from serving import MAX_CONTEXT, TOKENIZER, expected, failure, make_engine, request, serving, steps_of, until
+from fakes import Gate
+from serving import (
+    MAX_CONTEXT,
+    TOKENIZER,
+    executor_of,
+    expected,
+    failure,
+    make_engine,
+    request,
+    serving,
+    stats_now,
+    steps_of,
+    until,
+)
 
 from wicore_trt import __version__
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
@@ -71,7 +84,7 @@ async def test_stop_string_stop_token_cached_tokens_and_timings():
         assert finishes[0].reason == pb2.FINISH_REASON_STOP and finishes[0].stop_string == stop
         timings = finishes[0].timings
         first, total = timings.time_to_first_token.ToTimedelta(), timings.total.ToTimedelta()
-        assert 0.002 <= first.total_seconds() < total.total_seconds() < 10
+        assert 0.002 <= first.total_seconds() < total.total_seconds()
         _, tokens, finishes = await collect(running.stub.Generate(request("stop here", 40, stop_token_ids=[ids[3]])))
         assert finishes[0].WhichOneof("stop") == "stop_token_id" and finishes[0].stop_token_id == ids[3]
         assert tokens[0] == ids[: ids.index(ids[3]) + 1]
@@ -93,13 +106,17 @@ async def test_a_long_prompt_is_tokenized_beside_the_streams_and_judged_alike():
 
 
 async def test_ids_are_echoed_and_a_running_one_cannot_be_used_twice():
-    async with serving(make_engine(step_s=0.01)) as running:
+    engine = make_engine()
+    async with serving(engine) as running:
+        gate = Gate(executor_of(engine))
+        gate.let(3)
         call = running.stub.Generate(request(request_id="mine", max_tokens=500), metadata=[("x-request-id", "trace-7")])
         assert dict(await call.initial_metadata())["x-request-id"] == "trace-7"
         assert (await call.read()).request_id == "mine"
         code, _, details = await failure(running.stub.Generate(request(request_id="mine")))
         assert code is grpc.StatusCode.ALREADY_EXISTS
         assert details["ErrorInfo"].reason == "DUPLICATE_REQUEST" and details["ErrorInfo"].domain == "wicore"
+        gate.let()
         again = running.stub.Generate(request(), metadata=[("x-request-id", "trace-7")])
         assert len([r async for r in again]) >= 1  # a trace id may serve several calls
         call.cancel()
@@ -156,18 +173,22 @@ async def test_calls_fail_as_unavailable_until_the_engine_is_attached():
 
 
 async def test_a_full_queue_says_when_to_come_back():
-    async with serving(make_engine(step_s=0.02, max_waiting=2, max_sequences=1)) as running:
-        calls = [running.stub.Generate(request(str(i), 400)) for i in range(6)]
-        failures = [asyncio.ensure_future(failure(call)) for call in calls]
-        await until(lambda: sum(task.done() for task in failures) >= 3)
-        done, pending = await asyncio.wait(failures, timeout=0.1)
-        assert 3 <= len(done) <= 4
-        for code, _, details in (task.result() for task in done):
-            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert 1000 <= details["RetryInfo"].retry_delay.ToMilliseconds() <= 10_000
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+    engine = make_engine(max_waiting=2, max_sequences=1)
+    async with serving(engine) as running:
+        with Gate(executor_of(engine)) as gate:
+            first = running.stub.Generate(request("first", 400))
+            gate.let(2)
+            await first.read()
+            calls = [running.stub.Generate(request(str(i), 400)) for i in range(6)]
+            failures = [asyncio.ensure_future(failure(call)) for call in calls]
+            await until(lambda: sum(task.done() for task in failures) == 4)
+            assert stats_now(engine).requests_running == 1 and stats_now(engine).requests_waiting == 2
+            for code, _, details in (task.result() for task in failures if task.done()):
+                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert details["RetryInfo"].retry_delay.ToMilliseconds() >= 1000
+            for call in (first, *calls):
+                call.cancel()
+        await asyncio.gather(*failures, return_exceptions=True)
 
 
 async def test_an_engine_that_breaks_makes_its_streams_unavailable():

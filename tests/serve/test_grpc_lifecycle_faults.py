@@ -11,13 +11,12 @@ from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 
 
 async def test_a_step_that_hangs_does_not_keep_the_process_alive():
-    async with process(step_s=1000, server={"grace_s": 0.1}) as server:
+    async with process(step_s=1000, server={"grace_s": 0.5}) as server:  # time to get into the step
         await server.until_serving()
         call = server.stub.Generate(request())
         async with asyncio.timeout(60):
             while not (await server.stub.GetStats(pb2.GetStatsRequest())).streams_open:
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(0.2)  # into the step
         server.process.send_signal(signal.SIGTERM)
         exit_code, log = await server.end()  # not with the step
         assert exit_code == 1 and "were cancelled" in log
