@@ -1,7 +1,11 @@
-"""A tiny Gemma 3 in Hugging Face layout, with random weights, for tests that build engines."""
+"""A tiny Gemma 3 in Hugging Face layout, with random weights, for tests that build engines.
+
+`python -m tests.tiny_source ENGINE --tp 2 --target sm90` builds one for GPUs, of 2,048 tokens of context.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -28,6 +32,12 @@ CONFIG = {
     "max_position_embeddings": 128,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+
+GPU_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 384, "num_hidden_layers": 6,
+    "sliding_window": 64, "sliding_window_pattern": 3, "max_position_embeddings": 2048,
+}  # fmt: skip
+"""Of models whose kernels a GPU has."""
 
 
 def write_tiny_source(path: Path, seed: int = 0, *, tied: bool = True, **sizes: int) -> Path:
@@ -57,3 +67,19 @@ def open_intact(path: Path) -> Checkpoint:
         if part := record.describe_change(path / name):
             raise checkpoint.make_damage_error(name, part)
     return checkpoint
+
+
+def main() -> None:
+    from wicore_trt.engine.build import build_engine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--target", default="sm90")
+    given = parser.parse_args()
+    source = write_tiny_source(given.engine.with_name(f"{given.engine.name}-source"), **GPU_SIZES)
+    build_engine(source, given.engine, backend="triton", targets=[given.target], tp_size=given.tp)
+
+
+if __name__ == "__main__":
+    main()

@@ -83,6 +83,7 @@ class Chain:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
+                say(f"kills: {dict(sorted(self.counts.items()))} so far; {len(self.wrong)} wrong")
                 await server.channel.close()
 
     async def _ask_on(self, server: Server) -> None:

@@ -115,6 +115,7 @@ def compare_answers(llm: LLM, model: Any, tokens: int, prompts: int, new_tokens:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, help="a Q4_0 file of Gemma 3; by default made from the demo's")
+    parser.add_argument("--source", type=Path, help="a GGUF file to make it from")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--target", action="append", default=[], help="of backend triton, such as sm90")
     parser.add_argument("--tokens", type=int, default=8_176)
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernels", default="auto", help="of backend torch: auto, torch or native")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        path = args.gguf or write_q4_0(fetch_model("gemma3-270m"), Path(scratch) / "q4_0.gguf")
+        path = args.gguf or write_q4_0(args.source or fetch_model("gemma3-270m"), Path(scratch) / "q4_0.gguf")
         engine = build_engine(
             path, Path(scratch) / "engine", dtype="q4_0", backend=args.backend, targets=args.target,
             note=lambda line: print(f"note: {line}"),

@@ -46,10 +46,11 @@ class Run(NamedTuple):
     steps: list[float]
 
 
-def settings_for(config: EngineConfig, engine: Path, batch: int) -> Settings:
-    """Room for `batch` prompts with outputs, all at once; no prefix cache, so that no run helps another."""
+def settings_for(config: EngineConfig, engine: Path, batch: int, tokens: int = CONTEXT + OUTPUT) -> Settings:
+    """Room for `batch` prompts with outputs, of so many tokens, all at once; no prefix cache, so that no run helps
+    another."""
     sequences = places(batch)
-    longest = div_ceil(CONTEXT + OUTPUT, PAGE_TOKENS) * PAGE_TOKENS
+    longest = div_ceil(tokens, PAGE_TOKENS) * PAGE_TOKENS
     flags = {
         "engine": str(engine),
         "executor.device": "cuda",

@@ -7,7 +7,8 @@
     python -m benchmarks.gpu.run prebuild DIR --target sm90   engines for --engines DIR, without a GPU
 
 Stages run in the order given: bounds (copies, sums, matrix products), check (small models against the CPU; a failure
-ends the run), ours (engines behind the serving loop), startup (`wicore serve` until it serves), vllm. The document
+ends the run), ours (engines behind the serving loop), startup (`wicore serve` until it serves), vllm; only if asked for
+memory (of a GPU when each engine has answered a prompt of 8K). The document
 (fields: `benchmarks/gpu/report.py`) is written after every step of a stage; table (.md) and plot (.svg) lie beside it.
 What does not fit into --budget-s or onto the GPU is skipped, and the table says so. Exit code 1: something of ours
 failed; 2: no GPU.
@@ -46,7 +47,8 @@ from benchmarks.gpu.report import (
 )
 from wicore_trt.bench.report import describe_machine
 
-STAGES = ("bounds", "check", "ours", "startup", "vllm")
+STAGES = ("bounds", "check", "ours", "startup", "vllm", "memory")
+MEMORY_TOKENS = 8192
 FREE_SHARE, FREE_WAIT_S = 0.9, 20.0
 PATIENCE = 1.6
 """A peer may take so many times what it is expected to take."""
@@ -85,6 +87,7 @@ class GpuRun:
             "ours": self._all_ours,
             "startup": self._startup,
             "vllm": self._all_peers,
+            "memory": self._all_memory,
         }
         self._read_clocks("before")
         for name in self.args.stages:
@@ -217,6 +220,26 @@ class GpuRun:
             served.pop().close()
         self._read_clocks(f"after {config.name}")
 
+    def _all_memory(self) -> None:
+        import torch
+
+        from benchmarks.gpu.ours import BatchRunner, free_device_memory, settings_for
+
+        def measure(config: EngineConfig) -> None:
+            free_device_memory()
+            runner = BatchRunner.load(settings_for(config, self._engine(config), 1, MEMORY_TOKENS))
+            try:
+                runner.run(1, MEMORY_TOKENS - cases.OUTPUT, cases.OUTPUT)
+                free, total = torch.cuda.mem_get_info()
+            finally:
+                runner.close()
+            self.document.setdefault("memory", {})[config.name] = found = (total - free) / 2**30
+            say(f"{config.name}, {MEMORY_TOKENS} tokens of context: {found:.2f} GiB in use")
+
+        for config in self.configs:
+            if self._batches("memory", config):
+                self._step("memory", config.name, self._ready_s(config), partial(measure, config))
+
     def _startup(self) -> None:
         from benchmarks.gpu.startup import command, measure_startup
 
@@ -323,7 +346,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--only", type=_names(tuple(CONFIGS)), default=list(CONFIGS), help=f"of {','.join(CONFIGS)}")
     parser.add_argument("--batches", type=_numbers, default=[], help="only these batch sizes")
-    parser.add_argument("--stages", type=_names(STAGES), default=list(STAGES), help=f"of {','.join(STAGES)}, in order")
+    parser.add_argument(
+        "--stages", type=_names(STAGES), default=list(STAGES[:-1]), help=f"of {','.join(STAGES)}, in order"
+    )
     parser.add_argument("--budget-s", type=float, default=3600.0, help="seconds for all of it, from the start")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs per figure, at least; medians count")
     parser.add_argument(

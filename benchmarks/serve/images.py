@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -224,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--output", type=Path)
-    given, rows = parser.parse_args(argv), []
+    given, rows = parser.parse_args(argv), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as scratch:
         for name in given.only.split(","):
             engine = Path(scratch, name)
@@ -232,13 +233,16 @@ def main(argv: list[str] | None = None) -> None:
             say(f"{name} is built")
             with run_server(engine) as (address, log):
                 row: dict[str, Any] = {"engine": CONFIGS[name].title}
-                row["text"] = measure_first(address, log, given.repeats, image=False)
-                row["image"] = measure_first(address, log, given.repeats, image=True)
-                row["beside"] = measure_beside(address, given.rate, given.seconds)
-            rows.append(row)
-            say(json.dumps(row))
-            if given.output:
-                given.output.write_text(json.dumps(rows, indent=1))
+                rows.append(row)
+                for part, measure in (
+                    ("text", partial(measure_first, address, log, given.repeats, image=False)),
+                    ("image", partial(measure_first, address, log, given.repeats, image=True)),
+                    ("beside", partial(measure_beside, address, given.rate, given.seconds)),
+                ):
+                    row[part] = measure()
+                    say(json.dumps({"engine": row["engine"], part: row[part]}))
+                    if given.output:
+                        given.output.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -460,6 +460,7 @@ def main(argv: list[str] | None = None) -> int:
                 more = one_run(args, shape, ledger, rng, expected, disk, hits)
             served, wrong, runs = served + REQUESTS_OF_A_RUN, wrong + more, runs + 1
             damage(ledger, disk, rng)
+            print(f"{ledger.faults + sum(plan.counts.values()):,} faults so far, {wrong} wrong", flush=True)
     finally:
         shutil.rmtree(disk, ignore_errors=True)
     report(ledger, plan, hits)
