@@ -33,7 +33,7 @@ from pathlib import Path
 
 from benchmarks.gpu.peer import ENVIRONMENT, end_group
 
-MARK = "WICORE_LANE"
+MARK = "LANE_MARK"
 """In the environment of all that a command starts, so that it is found in sessions of its own, too."""
 CACHES = ("XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH",
           "VLLM_CACHE_ROOT")  # fmt: skip
@@ -101,12 +101,13 @@ def end_marked(mark: str) -> int:
     return len(killed)
 
 
-def read_end(log: Path, show: str) -> list[str]:
-    """Read what the summary says of a log."""
+def read_end(log: Path, show: str, *, failed: bool) -> list[str]:
+    """Read what the summary says of a log: lines with `show`, and the last three without it or of what failed."""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - TAIL_BYTES))
         lines = [line[:WIDTH] for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
-    return [line for line in lines if re.search(show, line)][-MOST_LINES:] if show else lines[-3:]
+    shown = [line for line in lines if re.search(show, line)][-MOST_LINES:] if show else []
+    return shown + (lines[-3:] if failed or not show else [])
 
 
 class Lanes:
@@ -190,7 +191,9 @@ class Lanes:
         left = end_marked(env[MARK])
         what = "ended at its limit" if code is None else f"exit code {code}"
         what += f" in {time.monotonic() - begun:.0f} s, {command.takes_s:.0f} expected" + f", {left} left" * bool(left)
-        return self._tell(name, f"{what}: {command.run}", read_end(log, command.show), failed=code != 0)
+        return self._tell(
+            name, f"{what}: {command.run}", read_end(log, command.show, failed=code != 0), failed=code != 0
+        )
 
 
 def check_plan(lanes: list[Lane], words: dict[str, str], gpus: int) -> list[str]:

@@ -72,6 +72,7 @@ def test_lanes_run_side_by_side_on_gpus_of_their_own(tmp_path, monkeypatch):
     assert all(said[2:5] == ["0", "1", "1"] for said in used)
     assert used[2][-2:] == ["20200", str(tmp_path / "out" / "both")]
     assert not list(tmp_path.glob("lanes-*")), "folders of lanes are left"
+    assert not lanes.MARK.startswith("WICORE_")  # which `wicore serve` would take for a setting
 
 
 def test_what_fails_is_named_and_what_never_ends_is_ended(tmp_path):
