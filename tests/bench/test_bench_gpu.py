@@ -301,6 +301,9 @@ def faked(monkeypatch, tmp_path):
                 raise RuntimeError(bad[f"{config.name} {batch}"])
             return row(config.name, batch, 0.1, 20.0)
 
+        def run(self, batch, context, tokens):
+            calls.append(f"run {batch} {context} {tokens}")
+
         def close(self):
             calls.append("close")
 
@@ -486,6 +489,15 @@ def test_the_five_rows_name_card_commit_and_library(tmp_path, capsys):
     assert table[0][2] == "vLLM 0.26.0"
     assert gpu.main(["five", str(tmp_path / "none.json")]) == 1
     assert gpu.main(["five", str(tmp_path / "gpu.json")]) == 0 and "not measured" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_an_engine_that_has_answered_a_long_prompt(faked, tmp_path, monkeypatch):
+    calls, _ = faked
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (60 << 30, (60 << 30) + 2**30 * len(calls)))
+    code, doc = bench(tmp_path, "--only", "q4_0,bf16-tp2", "--stages", "memory")
+    assert calls == ["load 2", "run 1 8127 65", "close"]
+    assert code == 0 and doc["memory"] == {"q4_0": 2.0}
+    assert [absent["item"] for absent in doc["absent"] if absent["stage"] == "memory"] == ["bf16-tp2"]
 
 
 def test_stages_come_in_the_order_that_was_asked_for(faked, tmp_path):
