@@ -58,7 +58,7 @@ def command(
             text = sys.stdin.buffer.read().decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"Standard input is not UTF-8: {error}.", field="prompt") from error
-    images = [read_image(path, "image") for path in image or ()]
+    images = [read_image(path, f"--image {path}") for path in image or ()]
     asked: Any = {"prompt": text, "images": images} if images else text
     if chat:
         shown = [{"type": "image", "image": one} for one in images]

@@ -68,7 +68,8 @@ def run_command(args: list[str]) -> int:
             return INTERRUPTED
         if debug:
             raise
-        _print_error(str(error))
+        field = getattr(error, "field", None) or ""
+        _print_error(f"{field}: {error}" if field.startswith("--") else str(error))
         return error.exit_code
     except (OSError, MemoryError) as error:  # a full disk behind stdout, say: no command expected it
         if debug:

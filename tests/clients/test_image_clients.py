@@ -23,6 +23,7 @@ from real_server import Served, serving
 from tiny_images import load_oracle, load_processor, write_image_source
 
 from wicore_trt.cli.generate import command as generate
+from wicore_trt.cli.main import run_command
 from wicore_trt.client import Client
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.types import SamplingParams
@@ -121,8 +122,12 @@ def test_wicore_generate(seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixtu
     generate(seen.engine, "use", image=[str(tmp_path / "a.png")], max_tokens=TOKENS, as_json=True, chat=True)
     # the picture comes first: its line breaks and that of the turn are one token
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == seen.prompt_tokens - 1
-    with pytest.raises(InvalidRequestError, match="cannot be read"):
+    with pytest.raises(InvalidRequestError, match="cannot be read: No such file or directory.$"):
         generate(seen.engine, "use", image=[str(tmp_path / "none.png")])
+    (tmp_path / "b.png").write_bytes(seen.picture[:999])
+    files = [part for name in "ab" for part in ("--image", str(tmp_path / f"{name}.png"))]
+    assert run_command(["generate", str(seen.engine), "use", *files]) == 1
+    assert f"error: --image {tmp_path / 'b.png'}: The image cannot be read" in capsys.readouterr().err
 
 
 def run(seen: Seen, tmp_path: Path, command: list[str], folder: Path) -> None:

@@ -46,7 +46,8 @@ def read_image(given: object, field: str, *, crops: bool = False) -> ImageFile:
         check_size(os.stat(given).st_size, field)
         return ImageFile(data=Path(given).read_bytes(), crops=crops, field=field)
     except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"The image {shown(str(given))} cannot be read: {error}.", field=field) from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(f"The image {shown(str(given))} cannot be read: {why}.", field=field) from None
 
 
 def check_size(size: int, field: str) -> None:

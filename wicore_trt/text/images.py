@@ -40,7 +40,10 @@ def check_images(request: TextRequest, info: ImageInfo | None, most: int) -> Non
     images, count = request.images, 0
     for image in images:
         if info is None:
-            raise InvalidRequestError("This engine reads text alone, no images.", field=image.field)
+            raise InvalidRequestError(
+                "This engine reads text alone, no images.", field=image.field,
+                fix="Gemma 3 of 4B, 12B and 27B see, unless they were built with --text-only.",
+            )  # fmt: skip
         count += max(1, len(image.pixels))
         if count > most:
             raise InvalidRequestError(
