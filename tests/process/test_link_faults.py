@@ -44,16 +44,22 @@ async def until(condition) -> None:
             await asyncio.sleep(0.002)
 
 
+async def join_remote(remote: RemoteEngine) -> socket.socket:
+    """Link a remote engine to a socket, the engine's side, which has said Welcome."""
+    ours, theirs = socket.socketpair()
+    remote.connect(ours)
+    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
+    await until(lambda: remote.dead is None)
+    return theirs
+
+
 async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     """The engine ends between a request and its answer."""
     outputs: list[TokenOutput] = []
     remote = RemoteEngine()
     await remote.start(outputs.extend)
-    ours, theirs = socket.socketpair()
+    theirs = await join_remote(remote)
     theirs.setblocking(False)
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
     request = GenerateRequest("1/0", (1, 2), SamplingParams(max_tokens=4, n=2))
     adding = asyncio.ensure_future(remote.add(request))
     await asyncio.sleep(0)
@@ -69,10 +75,7 @@ async def test_statistics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pyte
     monkeypatch.setattr("wicore_trt.link.remote.STATS_S", 0.01)
     remote = RemoteEngine()
     await remote.start(lambda outputs: None)
-    ours, theirs = socket.socketpair()
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
+    theirs = await join_remote(remote)
     async with asyncio.timeout(20):
         with pytest.raises(UnavailableError, match="statistics"):
             await remote.stats()
@@ -86,10 +89,7 @@ async def test_a_request_ends_at_its_time_though_the_engine_hangs(monkeypatch: p
     remote = RemoteEngine()
     engine = TextEngine(remote, FakeTokenizer(), FAKE_INFO)
     await engine.start()
-    ours, theirs = socket.socketpair()
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
+    theirs = await join_remote(remote)
     request = TextRequest("a", SamplingParams(max_tokens=9), prompt_token_ids=(5, 6), timeout_s=0.05)
 
     async def ask() -> None:
@@ -120,10 +120,7 @@ async def test_a_sequence_that_fails_behind_its_stop_string_costs_the_others_not
     remote = RemoteEngine()
     engine = TextEngine(remote, FakeTokenizer(), FAKE_INFO)
     await engine.start()
-    ours, theirs = socket.socketpair()
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
+    theirs = await join_remote(remote)
     params = SamplingParams(max_tokens=9, n=2, stop=("A",))
     submitted = asyncio.ensure_future(engine.submit(TextRequest("a", params, prompt_token_ids=(5, 6))))
     await until(lambda: remote._pending)
@@ -216,10 +213,7 @@ async def test_pixels_cross_in_files_of_which_none_stays_open(monkeypatch: pytes
     front that may open no file refuses the request."""
     files = len(os.listdir("/proc/self/fd"))
     remote = RemoteEngine()
-    ours, theirs = socket.socketpair()
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
+    theirs = await join_remote(remote)
 
     def seeing(number: int, size: int = 300_000) -> GenerateRequest:
         spans = tuple(ContentSpan(at, at + 2, bytes(32), bytes([number + at]) * (size + at)) for at in (0, 2, 5))
@@ -330,10 +324,7 @@ async def test_a_file_that_finds_no_room_ends_the_channel(monkeypatch: pytest.Mo
 async def test_pixels_that_an_engine_does_not_take_are_refused_at_some_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("wicore_trt.link.remote.MOST_FILE_BYTES", 4 << 20)
     remote = RemoteEngine()
-    ours, theirs = socket.socketpair()
-    remote.connect(ours)
-    theirs.sendall(framed(Welcome("1/", FAKE_INFO, 1)))
-    await until(lambda: remote.dead is None)
+    theirs = await join_remote(remote)
     before, pixels = len(os.listdir("/proc/self/fd")), bytes(1 << 20)
     request = GenerateRequest("1/0", tuple(range(40_000)), SamplingParams(max_tokens=4),
                               content=(ContentSpan(0, 4, b"d" * 32, pixels),))  # fmt: skip
