@@ -6,7 +6,7 @@ raises an InvalidRequestError that names the field in one short line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from numbers import Integral
 
 from wicore_trt.errors import InvalidRequestError, shown
@@ -77,8 +77,14 @@ def check_field(row: RequestField, value: object) -> None:
                 check_finite(name, bias, low, high)
 
 
-def as_token_ids(name: str, ids: object) -> tuple[int, ...]:
+def check_count(items: Sized, most: int, field: str) -> None:
+    if len(items) > most:
+        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
+
+
+def as_token_ids(ids: object) -> tuple[int, ...]:
     """Convert ids to plain ints. Raises for anything but integers in [0, 2**31); bools are no integers here."""
+    name = "prompt_token_ids"
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise InvalidRequestError(f"{name} must be a sequence of token ids, got {shown(ids)}.", field=name)
     found = ids if isinstance(ids, tuple) else tuple(ids)

@@ -6,6 +6,7 @@ torch. Invariant: a message says what is wrong, and `fix`, when given, says what
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,7 @@ from typing import Any
 
 UNAVAILABLE_RETRY_S = 1.0
 """After which a client may ask again whom the server could not serve for now."""
-MAX_SHOWN = 80  # characters of a value in a message
+MAX_SHOWN, MAX_TOLD = 80, 512  # characters of a value in a message; of a message to a client
 _EXTRAS = {
     "torch": "torch", "triton": "triton", "tensorrt_rtx_bindings": "tensorrt", "gguf": "gguf", "cuda": "cuda",
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"), "serve"),
@@ -31,6 +32,8 @@ class WicoreError(Exception):
 
     exit_code = 1
     grpc_code = "INTERNAL"
+    retry_after_s: float | None = None
+    """Seconds after which a client may ask again, None where that does not help."""
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
         super().__init__(message)
@@ -39,6 +42,15 @@ class WicoreError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}" if self.fix else self.message
+
+    @classmethod
+    def name_kind(cls) -> str:
+        """Name the kind of error for programs: QueueFullError is queue_full."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).lower()
+
+    def tell_client(self) -> str:
+        """Return the text for a client, within the limits that clients have for metadata."""
+        return shortened(str(self), MAX_TOLD)
 
 
 class InvalidRequestError(WicoreError):
@@ -92,6 +104,7 @@ class QueueFullError(WicoreError):
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
+    retry_after_s: float
     pace_s: float | None
     """Seconds between two places of the queue that become free, 0 where not known; None where the queue is not full."""
 
@@ -110,6 +123,7 @@ class UnavailableError(WicoreError):
     """The server is starting or draining."""
 
     grpc_code = "UNAVAILABLE"
+    retry_after_s = UNAVAILABLE_RETRY_S
 
 
 class DeadlineError(WicoreError):
@@ -167,6 +181,7 @@ class EngineDeadError(WicoreError):
     """The step loop ended on an unexpected error; every waiting request fails with this."""
 
     grpc_code = "UNAVAILABLE"
+    retry_after_s = UNAVAILABLE_RETRY_S
 
 
 class UnwrittenPageError(WicoreError):

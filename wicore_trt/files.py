@@ -144,9 +144,9 @@ class UntrustedFiles:
                 write_all(out, data)
         return target
 
-    def check_file(self, path: Path, *, limit: int | None = None) -> int:
+    def check_file(self, path: Path) -> int:
         """Open the file and close it again; return its size in bytes."""
-        with self.open_file(path, limit=limit) as file:
+        with self.open_file(path) as file:
             return size_of(file)
 
     def check_unchanged(self) -> None:

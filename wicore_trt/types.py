@@ -277,7 +277,7 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         check_text("request_key", self.request_key, MAX_REQUEST_ID)
         _check_request(self)
-        object.__setattr__(self, "prompt_token_ids", as_token_ids("prompt_token_ids", self.prompt_token_ids))
+        object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         begun = 0
         for span in self.content:
             if not isinstance(span, ContentSpan) or not begun <= span.begin < span.end <= len(self.prompt_token_ids):
@@ -394,14 +394,14 @@ def prompt_fields(prompt: Prompt | Sequence[Mapping[str, object]]) -> dict[str, 
             case {"prompt": str() as text, **others} if not others:
                 return {"prompt": text}
             case {"prompt_token_ids": ids, **others} if not others:
-                return {"prompt_token_ids": as_token_ids("prompt_token_ids", ids)}
+                return {"prompt_token_ids": as_token_ids(ids)}
         raise InvalidRequestError(
             f"A prompt that is a dict has either a text as prompt or prompt_token_ids, got {shown(prompt)}.",
             field="prompt",
         )
     if len(prompt) > 0 and isinstance(prompt[0], Mapping):
         return {"messages": tuple(prompt)}
-    return {"prompt_token_ids": as_token_ids("prompt_token_ids", prompt)}
+    return {"prompt_token_ids": as_token_ids(prompt)}
 
 
 @dataclass(frozen=True, slots=True)

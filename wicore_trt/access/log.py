@@ -142,14 +142,14 @@ class DroppingHandler(logging.Handler):
                     self._write(("\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
-def make_quiet_filter(quiet_s: float = QUIET_S) -> Callable[[object], bool]:
-    """Make a filter that passes a record at most every `quiet_s` seconds: strangers can make libraries log."""
-    last = -quiet_s
+def make_quiet_filter() -> Callable[[object], bool]:
+    """Make a filter that passes a record at most every QUIET_S seconds: strangers can make libraries log."""
+    last = -QUIET_S
 
     def passes(record: object) -> bool:
         nonlocal last
         now = time.monotonic()
-        if now - last < quiet_s:
+        if now - last < QUIET_S:
             return False
         last = now
         return True
@@ -160,8 +160,8 @@ def make_quiet_filter(quiet_s: float = QUIET_S) -> Callable[[object], bool]:
 class QuietLog:
     """Logs a message at most every QUIET_S seconds and says how often it was held back."""
 
-    def __init__(self, logger: logging.Logger, level: int, quiet_s: float = QUIET_S) -> None:
-        self._logger, self._level, self._passes = logger, level, make_quiet_filter(quiet_s)
+    def __init__(self, logger: logging.Logger, level: int) -> None:
+        self._logger, self._level, self._passes = logger, level, make_quiet_filter()
         self._held_back = 0
 
     def __call__(self, message: str, **facts: object) -> None:

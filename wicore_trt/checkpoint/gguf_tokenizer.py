@@ -95,7 +95,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
         )
     kinds = keys.read_kinds(pieces)
     ids = {keys.read_token_id(f"{name}_token_id", size) for name in _IDS}
-    marked = _mark_specials(pieces, kinds, {*ids, *keys.read_token_ids("eos_token_ids", size)})
+    marked = _mark_specials(pieces, kinds, {*ids, *keys.read_ends(size)})
     keys.check_pieces(pieces, kinds)
     if model == "llama":  # merges decide elsewhere; Ollama's converter writes ids as scores there
         keys.check_scores(pieces, kinds)
@@ -113,7 +113,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
     eos, unk = keys.read_token_id("eos_token_id", size), keys.read_token_id("unknown_token_id", size)
     ends = {
         *(keys.read_token_id(f"{end}_token_id", size) for end in _ENDS),
-        *keys.read_token_ids("eos_token_ids", size),
+        *keys.read_ends(size),
     }
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
@@ -171,7 +171,8 @@ class _TokenizerKeys(MetadataKeys):
             raise self.make_value_error(key, value, f"an id below {size}, the size of the vocabulary")
         return value
 
-    def read_token_ids(self, key: str, size: int) -> list[int]:
+    def read_ends(self, size: int) -> list[int]:
+        key = "eos_token_ids"
         values: list[Any] = self.find_value(key, list, "a list of token ids") or []
         if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < size for v in values):
             raise self.make_value_error(key, values, f"a list of ids below {size}, the size of the vocabulary")

@@ -25,10 +25,8 @@ Change = tuple[int, EventSnapshot | list[Event]]
 
 
 class EnginePort(ABC):
-    """Engine as a front sees it. `sink` gets the outputs of each step, on the event loop's thread. `recovers`: a broken
-    engine is followed by another one, and `dead` is then None again. It may be several in one: `parts`."""
+    """Engine as a front sees it, or several in one: `parts`."""
 
-    recovers = False
     prefix = ""
     pid: int | None = None
     """The process that the engine runs in, where it is known."""

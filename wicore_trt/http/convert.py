@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from wicore_trt.checks import check_count
 from wicore_trt.errors import InvalidRequestError, shown
 from wicore_trt.grammar.source import without_words
 from wicore_trt.http.bodies import Cache, ChatBody, CompletionBody, GenerationFields, InferenceBody, Knobs, Sampling
@@ -237,11 +238,6 @@ def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
     params = make_sampling(body, None, body.max_tokens)
     images = tuple(_read_image_text(one, f"images[{i}]", binary=True) for i, one in enumerate(body.images or ()))
     return TextRequest(params=params, prompt=body.prompt, images=images, **_read_common(body, tenant))
-
-
-def check_count(items: Sequence[object], most: int, field: str) -> None:
-    if len(items) > most:
-        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
 def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, object], ...], tuple[ImageFile, ...]]:

@@ -8,26 +8,21 @@ and without traceback.
 from __future__ import annotations
 
 import logging
-import re
 
 import msgspec
 
 from wicore_trt.access.calls import Call
 from wicore_trt.errors import (
-    UNAVAILABLE_RETRY_S,
     AuthenticationError,
     ContextLengthError,
     InvalidRequestError,
-    QueueFullError,
     RateLimitError,
     WicoreError,
-    shortened,
 )
 from wicore_trt.request_fields import FIELDS
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_CHARS = 512
 CLIENT_GONE = 499
 """What the access line says of a call whose client left; nobody gets it as an answer."""
 
@@ -80,13 +75,7 @@ def code_of(error: WicoreError) -> str | None:
         return CODES[type(error)]
     if isinstance(error, (HttpError, InvalidRequestError)):
         return None
-    name = type(error).__name__.removesuffix("Error")
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def message_of(error: WicoreError) -> str:
-    """Shorten the message of an error for the client."""
-    return shortened(str(error), MAX_MESSAGE_CHARS)
+    return error.name_kind()
 
 
 def param_of(error: WicoreError) -> str | None:
@@ -97,13 +86,13 @@ def param_of(error: WicoreError) -> str | None:
 
 def error_object(error: WicoreError) -> dict[str, object]:
     kind = "invalid_request_error" if isinstance(error, HttpError) else STATUSES[error.grpc_code][1]
-    return {"error": {"message": message_of(error), "type": kind, "param": param_of(error), "code": code_of(error)}}
+    return {"error": {"message": error.tell_client(), "type": kind, "param": param_of(error), "code": code_of(error)}}
 
 
 def anthropic_error_bytes(error: WicoreError, request_id: str | None = None) -> bytes:
     """Encode an error's body as Anthropic's API has it, with the wrong field."""
     kind = ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
-    message = message_of(error)
+    message = error.tell_client()
     if isinstance(error, ContextLengthError) and error.most:
         message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
     found = {"type": kind, "message": message, "param": param_of(error)}
@@ -123,11 +112,7 @@ def hide_failure(call: Call, raised: Exception) -> WicoreError:
 def error_headers(error: WicoreError) -> list[tuple[bytes, bytes]]:
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(error, QueueFullError):
-        retry_s = error.retry_after_s
-    elif error.grpc_code == "UNAVAILABLE":
-        retry_s = UNAVAILABLE_RETRY_S
-    else:
+    if (retry_s := error.retry_after_s) is None:
         return []
     seconds = max(1, int(-(-retry_s // 1)))
     return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % max(1, round(retry_s * 1000)))]

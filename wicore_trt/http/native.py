@@ -15,10 +15,11 @@ from starlette.types import ASGIApp
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
+from wicore_trt.checks import check_count
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
 from wicore_trt.http.context import Context
-from wicore_trt.http.convert import check_count, make_inference_request
+from wicore_trt.http.convert import make_inference_request
 from wicore_trt.http.generation import GenerationCall
 from wicore_trt.http.openai import encode_prompt
 from wicore_trt.http.replies import json_reply, rate_headers

@@ -21,7 +21,6 @@ from wicore_trt.http.client_tools import FORMS, Form, join_namespace, response_t
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_parts, rename_fields
 from wicore_trt.http.convert import make_chat_request
-from wicore_trt.http.errors import message_of
 from wicore_trt.http.generation import Totals
 from wicore_trt.http.openai import answer_requests, encode_prompt
 from wicore_trt.http.replies import json_reply
@@ -222,7 +221,7 @@ class ResponsesShape(BlockShape):
 
     def break_stream(self, error: WicoreError) -> bytes:
         failed = self._describe_response("failed", None)
-        failed["error"] = {"code": "server_error", "message": message_of(error)}
+        failed["error"] = {"code": "server_error", "message": error.tell_client()}
         return self._number_event("response.failed", response=failed)
 
     def _number_event(self, kind: str, **fields: Any) -> bytes:

@@ -48,7 +48,6 @@ class RemoteEngine(EnginePort):
     """Engine of another process, one at a time. Construct it on the event loop, where `changed` is called when the
     engine comes (`dead` is then None) and when it has ended."""
 
-    recovers = True
     dead: str | None = STARTING
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

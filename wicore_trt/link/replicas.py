@@ -27,8 +27,6 @@ class Replicas(EnginePort):
     """Engines that serve the same. `places`: sequences that each one runs at a time. `caches`: they reuse prefixes.
     `keeps_pages`: the next engine has the pages of the former one, on disk."""
 
-    recovers = True
-
     def __init__(self, engines: Sequence[RemoteEngine], *, places: int, caches: bool, keeps_pages: bool) -> None:
         self._engines, self._places, self._caches, self._keeps_pages = tuple(engines), places, caches, keeps_pages
         self._sink: Sink = lambda outputs: None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.checks import check_count
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.images.files import read_image_url
 from wicore_trt.kv.events import Event, EventSnapshot, Stored
@@ -60,11 +61,6 @@ _PRIORITY = {kv_pb2.CACHE_PRIORITY_UNSPECIFIED: CachePriority.NORMAL} | {
 _STORE = {kv_pb2.CACHE_STORE_UNSPECIFIED: CacheStore.ALL} | {
     getattr(kv_pb2, f"CACHE_STORE_{store.name}"): store for store in CacheStore
 }
-
-
-def check_count(items: Sized, most: int, field: str) -> None:
-    if len(items) > most:
-        raise InvalidRequestError(f"{field} has {len(items)} items; at most {most} are taken.", field=field)
 
 
 def read_sampling(message: Message, *, router: bool = False) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -26,14 +25,7 @@ from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, 
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.core.shares import Gate
-from wicore_trt.errors import (
-    UNAVAILABLE_RETRY_S,
-    AuthenticationError,
-    ContextLengthError,
-    InvalidRequestError,
-    WicoreError,
-    shortened,
-)
+from wicore_trt.errors import AuthenticationError, ContextLengthError, InvalidRequestError, WicoreError
 from wicore_trt.serve.intake import BriefRequestReader, RequestReader, find_host, parse_request, read_stream
 
 log = logging.getLogger(__name__)
@@ -46,7 +38,6 @@ MAX_METADATA_BYTES, ENTRY_BYTES = 16 << 10, 32
 """Metadata of a call, counted as HTTP/2 does. gRPC holds clients to this number once they have acknowledged its
 settings, and takes 16 MiB from one that does not."""
 DOMAIN = "wicore"
-MAX_MESSAGE_CHARS = 512
 DETAILS = "grpc-status-details-bin"
 """Where clients of all languages look for the google.rpc.Status."""
 
@@ -66,20 +57,18 @@ class DuplicateRequestError(InvalidRequestError):
 
 def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
     """Make an error's google.rpc.Status: ErrorInfo, RequestInfo, and BadRequest and RetryInfo where they fit."""
-    text = shortened(str(error), MAX_MESSAGE_CHARS)
+    text = error.tell_client()
     kind = InvalidRequestError if isinstance(error, ContextLengthError) else type(error)
-    reason = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__.removesuffix("Error")).upper()  # QueueFullError: QUEUE_FULL
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),
+        error_details_pb2.ErrorInfo(reason=kind.name_kind().upper(), domain=DOMAIN),
         error_details_pb2.RequestInfo(request_id=call_id),
     ]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    retry_s = UNAVAILABLE_RETRY_S if error.grpc_code == "UNAVAILABLE" else getattr(error, "retry_after_s", None)
-    if retry_s is not None:
+    if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(max(1, round(retry_s * 1000)))
+        delay.FromMilliseconds(max(1, round(error.retry_after_s * 1000)))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=grpc.StatusCode[error.grpc_code].value[0], message=text)
     for detail in details:

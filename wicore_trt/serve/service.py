@@ -24,6 +24,7 @@ from wicore_trt import __version__
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
+from wicore_trt.checks import check_count
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import tokenize_prompt
@@ -172,7 +173,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb2.DetokenizeRequest, context: CallReply) -> pb2.DetokenizeResponse:
         engine = self.get_engine()
-        convert.check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
+        check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
         if token_ids and max(token_ids) >= engine.info.vocab_size:
             raise InvalidRequestError(
@@ -269,13 +270,13 @@ def _text_request(
     if request.images and kind != "text":
         raise InvalidRequestError("Images are of a text; a chat has them in its parts.", field="images")
     if kind == "token_ids":
-        convert.check_count(request.token_ids.ids, limit, "token_ids")
+        check_count(request.token_ids.ids, limit, "token_ids")
         return make(prompt_token_ids=tuple(request.token_ids.ids))
     if kind == "chat":
         messages, images = convert.read_chat_messages(request.chat, limit)
         return make(messages=messages, images=images)
     if kind == "text":
-        convert.check_count(request.images, limit, "images")
+        check_count(request.images, limit, "images")
         images = tuple(convert.read_image(image, f"images[{i}]") for i, image in enumerate(request.images))
         add_bos = request.add_bos if request.HasField("add_bos") else True
         return make(prompt=request.text, images=images, add_bos=add_bos)

@@ -26,6 +26,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import check_request_id, get_current_call
+from wicore_trt.checks import check_count
 from wicore_trt.core.port import UNKNOWN, Position
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, EngineDeadError, InvalidRequestError, NotFoundError, UnavailableError
@@ -93,7 +94,7 @@ class WorkerService:
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         engine, tenant = self._service.get_engine(), get_current_call().who.tenant
-        convert.check_count(request.request_ids, 1024, "request_ids")
+        check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
             engine.abort_request(check_request_id(request_id), tenant)
         return pb2.AbortResponse()
@@ -244,7 +245,7 @@ def _text_request(
         raise InvalidRequestError("Give tokenized or text.", field="input")
     prompt: dict[str, Any] = {"prompt": request.text}
     if kind == "tokenized":
-        convert.check_count(request.tokenized.input_ids, engine.info.max_context_tokens, "tokenized.input_ids")
+        check_count(request.tokenized.input_ids, engine.info.max_context_tokens, "tokenized.input_ids")
         prompt = {"prompt_token_ids": tuple(request.tokenized.input_ids)}
     return TextRequest(
         request_id=check_request_id(request.request_id) if request.request_id else uuid.uuid4().hex,
