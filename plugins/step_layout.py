@@ -16,7 +16,7 @@ from wicore_trt.plugins.layout import Launch, Pool, Tables
 LAYER_NORM_COLUMNS = 2048
 """The most columns of `kernels.layer_norm`, whose number is a multiple of 16."""
 DIGEST_BLOCK_BYTES = 16384
-"""What a program of `kernels.page_digest` reads of a page."""
+"""Bytes of a page that a program of `kernels.page_digest` reads."""
 
 
 class NormOut(NamedTuple):

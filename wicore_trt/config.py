@@ -229,7 +229,7 @@ class LogSettings:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
     json: bool = False
-    """One JSON object per line, in place of text."""
+    """Log a JSON object per line, in place of text."""
 
 
 @settings(config=_STRICT, frozen=True)

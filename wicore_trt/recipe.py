@@ -22,7 +22,7 @@ PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
 _LISTED = 20  # most names in a message; only settings are more
 REMOVED = dict.fromkeys(("server.fronts", "WICORE_SERVER__FRONTS"), "Remove it: a server has one front.")
-"""What to do about settings that are no more."""
+"""Advice on settings that are no more."""
 
 
 def list_recipes() -> list[str]:

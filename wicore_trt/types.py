@@ -167,7 +167,7 @@ class CachePriority(enum.Enum):
 
 
 class CacheStore(enum.Enum):
-    """Where a request's pages may be kept: in ALL tiers; in DEVICE memory alone; or NEVER for another request."""
+    """Tiers that may keep a request's pages: ALL; DEVICE memory alone; or NEVER any, for another request."""
 
     ALL = "all"
     DEVICE = "device"

@@ -22,11 +22,11 @@ from wicore_trt.access.calls import CURRENT
 from wicore_trt.errors import shortened
 
 MAX_LINES = 10_000
-"""Lines that wait for who reads the log."""
+"""Lines that wait for the log's reader."""
 CLOSE_S = 1.0
 """How long the last lines may hold up the end of the process."""
 QUIET_S = 10.0
-"""What strangers can cause as often as they like is logged once in so many seconds."""
+"""Seconds between two lines of a kind that strangers can cause as often as they like."""
 MAX_VALUE, MAX_MESSAGE = 512, 1024
 """Characters of a value in a line, and of its text; what a client wrote may be as long as a message."""
 TOGETHER_S = 0.02
@@ -38,7 +38,7 @@ OTHERS = ("asyncio", "grpc.aio._server", "uvicorn.error", "websockets.server", "
 """Loggers of libraries that this process runs; without a handler they would write to stderr, and wait for it."""
 SILENT = "grpc._cython.cygrpc"
 """A logger that tells the value of each header that is not UTF-8, a key among them, with a traceback: a request of 100
-KB took 0.8 s of the event loop for it. What handlers raise is told by those who call them."""
+KB took 0.8 s of the event loop for it. Callers of handlers log the exceptions that these raise."""
 
 
 def _collect_facts(record: logging.LogRecord) -> dict[str, object]:

@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 3.0
 """Shorter than servers wait before they close an idle connection, so that no request goes to one that is closing."""
 READ_BYTES = 1 << 20
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises for bytes that are no JSON, or not the JSON that was asked for."""
+"""Errors of a decoder for bytes that are no JSON, or JSON of another shape."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A number of tokens."""
 FAILURES = ("abort", "error")

@@ -283,7 +283,7 @@ def _find_file_names(path: Path) -> set[str] | None:
 
 
 CHECKPOINT = Product("checkpoint", CONFIG, _find_file_names)
-"""What `wicore convert --force` may replace."""
+"""Directory that `wicore convert --force` may replace."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

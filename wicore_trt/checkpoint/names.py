@@ -43,7 +43,7 @@ _FOREIGN = (  # part of an unknown tensor's name, and whose work it is
 _MAX_LISTED = 8
 _GATE_UP = re.compile(r"\.mlp\.(fc|gate)\.")
 TEXT_ONLY = "For an engine that reads no images: --text-only."
-"""What to do about a broken image encoder."""
+"""Advice on a broken image encoder."""
 
 
 def weight_scale_name(weight: str) -> str:

@@ -94,7 +94,7 @@ class PackedModule:
         return to_float32(block, tag) if tag in FLOATS else block
 
     def read_whole(self, part: str) -> np.ndarray:
-        """Read a whole part; a scalar is one row. Those of one module are kept until another is read."""
+        """Read a whole part; a scalar is one row. Parts of one module are kept until another is read."""
         if self._memo.get("module") is not self:
             self._memo.clear()
             self._memo["module"] = self

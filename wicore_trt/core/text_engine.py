@@ -65,7 +65,7 @@ Run = Callable[[str, Callable[[], ImageFile]], Awaitable[ImageFile]]
 """Runs a tenant's function."""
 
 TEXT_THREADS = 2
-"""Threads that tokenize. They are beside the engine's, and one text may take seconds."""
+"""Threads that tokenize, beside the engine's: a text may take seconds."""
 INLINE_CHARS = 2048
 """Texts of no more characters are tokenized on the event loop, in about a millisecond."""
 

@@ -23,7 +23,7 @@ from wicore_trt.scratch import Product, find_unlisted
 from wicore_trt.weight_format import VISION
 
 _SYSTEM = "lost+found"
-"""What file systems put into a directory, beside names that begin with a dot."""
+"""Name that file systems put into a directory, beside names that begin with a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _find_file_names(path: Path) -> set[str] | None:
 
 
 ENGINE = Product("engine", MANIFEST_NAME, _find_file_names)
-"""What `wicore build --force` may replace."""
+"""Directory that `wicore build --force` may replace."""
 
 
 def describe_files(partial: Path, weights: Mapping[str, FileRecord] | None = None) -> dict[str, FileEntry]:

@@ -36,7 +36,7 @@ LORA, MMPROJ, TEXT_ONLY = "lora", "mmproj", "text_only"
 """Keys of Manifest.compiled: the directory of the adapter that was merged into the source, the file of its image
 encoder, and whether that was to be left out."""
 DUMMY_SOURCE = "--dummy-weights --model "
-"""What Manifest.source begins with for such an engine, before the model's name: it stands for a source in commands."""
+"""Beginning of Manifest.source for such an engine, before the model's name: it stands for a source in commands."""
 
 
 def _check_file_name(name: str) -> str:

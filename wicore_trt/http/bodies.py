@@ -146,11 +146,11 @@ class Knobs(Body):
     repetition_penalty: Annotated[float, _bound_range("repetition_penalty")] | None = None
     """Above 1: against tokens of prompt and output."""
     repeat_penalty: Annotated[float, _bound_range("repetition_penalty")] | None = None
-    """The same, as llama.cpp and Ollama name it."""
+    """repetition_penalty, as llama.cpp and Ollama name it."""
     presence_penalty: Annotated[float, _bound_range("presence_penalty")] | None = None
     """Against tokens that the output has."""
     frequency_penalty: Annotated[float, _bound_range("frequency_penalty")] | None = None
-    """The same, for each time that it has them."""
+    """Against tokens that the output has, once for each time."""
     seed: Annotated[int, _bound_range("seed")] | None = None
     """Equal seeds give equal tokens."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_count), Field(max_length=_BIASES.most)] | None = None
@@ -194,9 +194,9 @@ class GenerationFields(Sampling):
     """Send server-sent events."""
     stream_options: StreamOptions | None = None
     response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)] | None = None
-    """What the text is: any JSON object, or JSON of a schema. It is kept in any case, strict or not."""
+    """Form of the text: any JSON object, or JSON of a schema. The text keeps to it in any case, strict or not."""
     structured_outputs: Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)] | None = None
-    """The same as vLLM names it: one of json (a schema), json_object, regex, choice, grammar (Lark)."""
+    """Form of the text, as vLLM names it: one of json (a schema), json_object, regex, choice, grammar (Lark)."""
     guided_json: dict[str, Any] | str | None = None
     """A JSON schema that the text satisfies."""
     guided_regex: str | None = None
@@ -277,7 +277,7 @@ class ResponsesBody(Knobs):
     input: str | Annotated[list[Annotated[dict[str, Any], WithJsonSchema(ITEM)]], Field(min_length=1)]
     """A text, or messages, calls of functions and their results."""
     instructions: str | None = None
-    """What a system message says."""
+    """Text of a system message."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of the answer."""
     stream: bool | None = None
@@ -327,7 +327,7 @@ class PromptBody(Body):
     messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(TURN)]], Field(min_length=1)]
     """The conversation; the last turn is the user's."""
     system: str | list[Annotated[dict[str, Any], WithJsonSchema(TEXT_BLOCK)]] | None = None
-    """What a system message says."""
+    """Text of a system message."""
     tools: list[Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL)]] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL_CHOICE)] | None = None

@@ -40,7 +40,7 @@ class Context:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = field(default_factory=time.time)  # seconds since 1970
     gpus: asyncio.Future[Sequence[GpuUse]] | None = None
-    """What was asked of the driver last."""
+    """Last question to the driver."""
     engine: TextEngine | None = None
     max_items: int = MANY_ITEMS
     """Objects, lists and items that a body may have: a prompt of token ids has one for each."""

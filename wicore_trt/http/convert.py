@@ -119,7 +119,7 @@ def _make_constraint(field: str, kind: ConstraintKind, value: object) -> Constra
 
 
 COMPLETION_TOKENS = 16
-"""What /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
+"""Tokens that /v1/completions gives unless max_tokens says otherwise, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 IMAGES = ("image_url", "image", "input_image")
 """Types of parts: of OpenAI's chats, of Anthropic's messages and other servers, of Responses."""

@@ -24,7 +24,7 @@ from wicore_trt.request_fields import FIELDS
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-"""What the access line says of a call whose client left; nobody gets it as an answer."""
+"""Status in the access line of a call whose client left; nobody gets it as an answer."""
 
 
 STATUSES = {
@@ -39,7 +39,7 @@ ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-"""What Anthropic's API calls errors, by status; others are invalid requests."""
+"""Types of errors in Anthropic's API, by status; others are invalid requests."""
 CODES: dict[type, str] = {
     ContextLengthError: "context_length_exceeded", RateLimitError: "rate_limit_exceeded",
     AuthenticationError: "invalid_api_key", WicoreError: "internal",

@@ -29,7 +29,7 @@ class ResponseShape(ABC):
     """Shape of one answer, whole or as the events of a stream."""
 
     done = b""
-    """What ends a stream that was not broken."""
+    """End of a stream that was not broken."""
 
     @abstractmethod
     def make_answer(self, completions: Sequence[Completion], totals: Totals) -> bytes:

@@ -29,7 +29,7 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 
 class CopyDown:
     """Copies from `pools` to `tiers`; without tiers it does nothing. `due` are the pages, by group and slot, whose
-    copies have not begun. They begin beside a step, when the device is busy. `unsaved` are the slots, by group, of
+    copies have not begun; copies begin beside a step, when the device is busy. `unsaved` are the slots, by group, of
     published pages that no lower tier was given; `kept` of them, not in `unsaved`, are made by requests whose pages
     stay on the device, and used by no other."""
 

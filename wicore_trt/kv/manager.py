@@ -46,7 +46,7 @@ class CacheOptions:
 
 class KVCacheManager:
     """Device pages of all layer groups of one engine. Global layers keep every page of a sequence. Local
-    (sliding-window) layers hold only pages that the next token sees. Those that slide out stay cached only around
+    (sliding-window) layers hold only pages that the next token sees. Pages that slide out stay cached only around
     resume points, where a later request can start: end of prompt, branch points, every `checkpoint_tokens`.
 
     `num_pages` maps "global" and "local" to pool sizes, without a group that the model lacks. With `options.slab_pages`
@@ -105,7 +105,7 @@ class KVCacheManager:
         self._computing: dict[bytes, SequencePages] = {}
         self._expected: dict[bytes, int] = {}  # pages that sequences wait for, and how many wait
         self.failures = 0
-        """Failed steps so far. What a sequence shares with others or loads may have been condemned by one."""
+        """Failed steps so far. Each may have condemned pages that a sequence shares with others or loads."""
 
     def first_visible_page(self, position: int) -> int:
         """Index of the first local page that a query at `position` looks at (keys position-window+1..position)."""

@@ -60,12 +60,12 @@ class KVLayout:
 
 
 Done = Callable[[bytes | None, float], None]
-"""What a page copier calls when a copy is over: the digest of the page's bytes on the device, 16 bytes, before they
-left or after they came, and the seconds that the copy itself took, without waiting. Of a coded page the digest is that
-of its code, and UNFIT where the page has none of that size, or where what came is no page's code."""
+"""Called by a page copier when a copy is over, with the digest of the page's bytes on the device (16 bytes, before they
+left or after they came) and the seconds of the copy itself, without waiting. A coded page has the digest of its code,
+or UNFIT where no code of that size holds it, or the bytes that came are no code."""
 UNFIT = b""
 CameIn = Callable[[Sequence[bytes | None], float], None]
-"""The same for the next pages of a call that asked for many, in its order: their digests, and the seconds of all."""
+"""Called for the next pages of a call that asked for many, in its order: their digests, and the seconds of all."""
 
 
 class PageCopier(Protocol):
@@ -98,7 +98,7 @@ class PageCopier(Protocol):
     ) -> None: ...
 
     def flush(self) -> None:
-        """Begin the copies asked for so far. They begin in batches, at the latest before the next step."""
+        """Begin the copies asked for so far; else they begin in batches, at the latest before the next step."""
         ...
 
     def digest(self, parts: Sequence[memoryview], /) -> bytes:
@@ -144,7 +144,7 @@ class ImageEncoder(Protocol):
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
         """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see
-        the features. Waits at most `timeout_s` seconds for one. What ended by parts may still run, before such steps.
+        the features. Waits at most `timeout_s` seconds for one. An encoding by parts may still run, before such steps.
         """
         ...
 

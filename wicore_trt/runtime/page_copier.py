@@ -15,7 +15,7 @@ of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the ord
 - a coded page passes through staging memory of its direction, which one batch uses after the other. Its digest is that
   of the code there. Its code ends with a seal, the digest of the page, which what was decoded must have;
 - digests of pages on their way to the device, and decoding, have a lane behind that of the copies, which go on
-  meanwhile: the bus never waits for kernels. What a lane waits for is always an event, never the order of another.
+  meanwhile: the bus never waits for kernels. A lane always waits for an event, never for the order of another.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 BEAT_S, SILENCE_S = 0.25, 2.0
 """How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step."""
 START_S = 60.0
-"""The same while a rank starts and loads."""
+"""For how long a rank may be silent while it starts and loads."""
 SEND_S = 10.0
 """For how long a message may wait until the other side, which may run steps, takes it."""
 END_S = 5.0

@@ -84,7 +84,7 @@ class Servers:
 
 
 class ServingProcess(ABC):
-    """Serves an engine that loads, may end, and come again; subclasses find it and report. They set `changed` whenever
+    """Serves an engine that loads, may end, and come again; subclasses find it, report, and set `changed` whenever
     the engine came or ended, and after they set `stopping`."""
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:

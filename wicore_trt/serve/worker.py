@@ -343,8 +343,8 @@ def _fill_top(message: Any, entry: TokenLogprob) -> None:
 
 
 class _BatchNumbers:
-    """Numbers of KV batches, higher for later feeds, which begin anew with an engine. They identify the feed: after a
-    restart a returning router does not pass for one that has the new feed's pages."""
+    """Numbers of KV batches, higher for later feeds, which begin anew with an engine. Numbers identify the feed:
+    after a restart a returning router does not pass for one that has the new feed's pages."""
 
     def __init__(self) -> None:
         self._bases: dict[int, int] = {}  # by epoch

@@ -20,11 +20,11 @@ MAX_CALLS = 32
 WHITESPACE = r" |\n[ \t]{0,32}"
 """Between the parts of JSON: what formatters write. Where any amount may come, weak models go on with it for ever."""
 _FREE = r"TEXT: /[ \n\t]*[^\[\{ \n\t](?s:.*)/"
-"""A text that does not begin as calls do. The first character that is no blank must tell: of what could be both,
+"""A text that does not begin as calls do. The first character that is no blank must tell: where both fit,
 llguidance reads on in the longer one, which the text always is."""
 _S = r"[ \n\t]*"
 _LISTED = re.compile(rf"{_S}(?:\[{_S})?")
-"""What may come before the first call."""
+"""Blanks and a bracket that may come before the first call."""
 _HEAD_PARTS = (
     *(r"\{", _S, *'"name"', _S, ":", _S, '"', "([a-zA-Z0-9_.-]{1,64})", '"'),
     *(_S, ",", _S, *'"parameters"', _S, ":", _S),

@@ -18,8 +18,8 @@ class IncrementalDetokenizer:
     """Text of one growing sequence of output ids.
     If tokens have the same text in any company, nothing is decoded, and at most three byte-fallback tokens are held
     back, which may still become a character. Otherwise a run of these is held back until it ends, and other tokens
-    are final at once. They are decoded behind the token before, because decoders that strip a text's first space
-    (SentencePiece) may strip only that of the first token. So a token is decoded a constant number of times, however
+    are final at once. Each is decoded behind the token before, because decoders that strip a text's first space
+    (SentencePiece) may strip it of the first token alone. So a token is decoded a constant number of times, however
     long the output. Special tokens are no text unless `special`; those in stop strings become private characters
     until these were searched."""
 

@@ -147,8 +147,8 @@ def measure_magnitudes(
 
 
 class _StreamedModel(TorchModel):
-    """Model whose matrices are read when used, and whose layers share one layer's KV pages. That works because a step
-    begins its sequences, so no page is read after its layer. `amax` collects the result of `measure_magnitudes`."""
+    """Model whose matrices are read when used, and whose layers share one layer's KV pages: a step begins its
+    sequences, so no page is read after its layer. `amax` collects the result of `measure_magnitudes`."""
 
     def __init__(self, whole: WholeTensors, used_ids: list[int]) -> None:
         spec, device = whole.spec, torch.device("cuda" if torch.cuda.is_available() else "cpu")

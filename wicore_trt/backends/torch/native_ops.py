@@ -4,7 +4,7 @@ Operators are recorded, and run in one call of the library when logits are asked
 Must not know files, requests or sampling. Invariants: steady state allocates nothing; a row's bits are the same in any
 batch, chunking, page slots and number of threads (I21).
 
-A T here is a scratch buffer, one per kind of value, valid until the next operator of its kind. That suffices because
+A T here is a scratch buffer, one per kind of value, valid until the next operator of its kind:
 `model.gemma3.forward` uses each at once, except for the residual, which is updated in place.
 """
 

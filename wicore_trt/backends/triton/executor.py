@@ -105,8 +105,8 @@ class SubmittedStep:
 class TritonExecutor:
     """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
     first. `kernels` names target, kernels and mode, because each moves KV values by rounding. Measurements use `model`,
-    `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`. What `collect` returns on ranks other
-    than 0 is of no use. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
+    `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`. The results of `collect` are of no use on
+    ranks other than 0. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class TritonExecutor:
         self.pools: dict[str, torch.Tensor] = {}
         self.graphs: dict[int, Callable[[], None]] = {}
         self.prompt_graphs: dict[RowPlan, Callable[[], None]] = {}
-        """Those of the fewest tokens first."""
+        """Graphs of steps with prompts, the fewest tokens first."""
         self.on_tokens: Callable[[bytes], None] | None = None
         limits = self._choose_graphs(loading, settings, graphs)
         self._ranks, self.peers = ranks, None
@@ -369,8 +369,8 @@ class TritonExecutor:
     def _fetch_masses(
         self, slices: list[SequenceSlice], places: list[int], host: torch.Tensor
     ) -> Callable[[], dict[int, list[float]]]:
-        """Begin to copy masses to the host. What is returned collects them by seq_id, without sequences that have a NaN
-        or an infinity."""
+        """Begin to copy masses to the host; return a function that collects them by seq_id, without sequences that have
+        a NaN or an infinity."""
         counts = self._count_pages(slices)
         count, pages = places[-1] + 1, max(counts)
         found = host.view(torch.float32)[: count * pages]

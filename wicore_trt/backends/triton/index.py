@@ -76,8 +76,8 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
 
 
 def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTable:
-    """Load the kernels for `target`, or compile them with a warning if Triton is installed, which takes a minute. That
-    happens where the engine has none for the target or for `shape`'s page size. Raises EngineFormatError for files that
+    """Load the kernels for `target`, or compile them with a warning if Triton is installed, which takes a minute. An
+    engine may have none for the target or for `shape`'s page size. Raises EngineFormatError for files that
     do not fit, EnvironmentUnfitError with neither kernels nor Triton."""
     manifest = engine.manifest
     if shape.page_tokens == manifest.page_tokens:

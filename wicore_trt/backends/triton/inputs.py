@@ -306,7 +306,7 @@ class StepBlock:
         table.index_copy_(1, rows, new)
 
     def arrange_slices(self, slices: Sequence[SequenceSlice]) -> tuple[list[SequenceSlice], RowPlan]:
-        """Order the slices as their rows lie, and make the plan. Those that decode keep the row of their page table if
+        """Order the slices as their rows lie, and make the plan. Slices that decode keep the row of their page table if
         possible."""
         counts = [len(s.token_ids) for s in slices]
         plan = plan_rows(counts)._replace(images=any(s.images for s in slices))

@@ -151,8 +151,8 @@ def make_exchange_layout(shape: EngineShape, target: str, limits: StepLimits, *,
 
 
 def wide_floats(shape: EngineShape, target: str, tokens: int, *, invariant: bool) -> int:
-    """Count float32 elements for the widest results of a layer's product in any step of up to `tokens` rows. They also
-    hold attention with divided keys, which is float32 whatever products give."""
+    """Count float32 elements for the widest results of a layer's product in any step of up to `tokens` rows. Attention
+    with divided keys uses them too, in float32 whatever products give."""
     most = 0  # in units of 16 bits
     narrow = max(shape.linear_shape(role).n for role in ("qkv", "o", "down"))
     gate_up = max(narrow, 2 * shape.spec.intermediate_size, 2 * shape.linear_shape("o").k)

@@ -82,7 +82,7 @@ class StepArrays:
     sampled: torch.Tensor | None = None
     """`sample_rows`, where not every row is sampled."""
     slices: tuple[LongSlice, ...] = ()
-    """Those of the prefill rows, where the step is not for a graph."""
+    """Slices of the prefill rows, where the step is not for a graph."""
 
 
 @dataclass(frozen=True)
@@ -491,8 +491,8 @@ class TritonOps:
         return to[: shape.weight_rows * shape.k].view(shape.weight_rows, shape.k)
 
     def _quantize_operand(self, x: Value, role: str) -> Value:
-        """Quantize the operand of `role`, o or down, to E4M3. That of o clears the rows' largest values, which gate_up
-        then finds and that of down takes."""
+        """Quantize the operand of `role`, o or down, to E4M3. The kernel for o clears the rows' largest values, which
+        gate_up then finds and the kernel for down takes."""
         model, out = self._model, self._narrow_value(x.rows.shape[1])._replace(exponent=x.exponent)
         entry = model.find_kernel(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
         to, largest = _norm_out(out), self._memory.largest.data_ptr()

@@ -29,9 +29,9 @@ run in graphs of up to 1,536, because beside threads that read a disk the host t
 
 _SMALL = (*range(32, 257, 32),)
 IMAGE_BUCKETS = {False: (*_SMALL, 288, 336, 384, 448, 512, 640, 768), True: (*_SMALL, 384, 512, 640, 768)}
-"""The same of steps with images, by whether products are scaled ones of E4M3 rows. Sizes are those whose products an
-H100 takes fast in a 27B model: 24.1 ms of 288 rows and 25.5 of 336, but 29.0 of 304 (BF16); 15.9 of 384 and 18.9 of 320
-(FP8)."""
+"""Tokens of a step with images in a graph, by whether products are scaled ones of E4M3 rows. An H100 is fast at
+products of these sizes in a 27B model: 24.1 ms of 288 rows and 25.5 of 336, but 29.0 of 304 (BF16); 15.9 of 384 and
+18.9 of 320 (FP8)."""
 
 
 class RowGroup(NamedTuple):

@@ -30,7 +30,7 @@ WIDE_ROWS = 8
 
 
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
-"""Who chooses a token: the graph, the kernels that draw, or the host."""
+"""Chooser of a token: the graph, the kernels that draw, or the host."""
 
 
 def choose_way(params: SamplingParams | None) -> str:

@@ -127,8 +127,8 @@ class SegmentAttention:
 def make_segment_attention(
     shape: EngineShape, table: KernelTable, limits: StepLimits, empty: Allocator
 ) -> SegmentAttention | None:
-    """Make a SegmentAttention, or None if no step can use one. That is where a step or a sequence cannot be long
-    enough, a page is longer than a segment, or kernels lack segments."""
+    """Make a SegmentAttention. Returns None where no step or sequence can be long enough, where a page is longer than a
+    segment, and where kernels lack segments."""
     segments = MEASURED_SEGMENTS.get((table.target, shape.spec.head_dim))
     if segments is None or not all(map(table.role_entries, SEGMENT_ROLES)) or segments.tokens % shape.page_tokens:
         return None

@@ -47,8 +47,8 @@ cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights 
 Triton's own of those are faster than cuBLAS's ("fp8 rows"). "q4_0": the most for which they are faster than writing
 4-bit weights as 16-bit ones, each rounded once, for cuBLAS.
 
-In a bfloat16 engine cuBLAS writes bfloat16 results, which halve what large steps write and read between kernels. They
-are a rounding that the oracle does not have, of half a unit in bfloat16's last place once per product, as every other
+In a bfloat16 engine cuBLAS writes bfloat16 results, which halve the traffic of large steps between kernels. The oracle
+lacks this rounding, of half a unit in bfloat16's last place once per product, as every other
 bfloat16 engine rounds; sums stay float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16
 (results may exceed 65,504) and the logits are float32 for any number of rows."""
 SCALED_PRODUCTS = {"fp8": 89}

@@ -1,8 +1,8 @@
 """The operating system as the disk tier sees it: everything it does to files goes through `Files`.
 
 It must not know pages, slots or limits. Tests put another `Files` in its place and so inject every fault. Invariants:
-`move_buffers` moves all bytes or raises; a short transfer is never taken for a whole one. What
-`Files` opens is a regular file with one name that belongs to this user, and after that nobody else may open it.
+`move_buffers` moves all bytes or raises; a short transfer is never taken for a whole one. `Files` opens only
+regular files with one name that belong to this user, and lets nobody else open them afterwards.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Files:
             os.close(fd)
 
     def open(self, path: Path, flags: int) -> int:
-        """A file descriptor. What is opened for writing then has mode 0600. NotOursError for anything but a file of
-        ours, which is left as it is; nothing that lies there can make this wait."""
+        """Return a file descriptor; a file for writing then has mode 0600. Raises NotOursError, changing nothing, for
+        anything but a file of ours; nothing that lies there can make this wait."""
         try:
             check_owned(path, os.lstat(path), self.owner)  # first: opening a device can do something to it
         except FileNotFoundError:

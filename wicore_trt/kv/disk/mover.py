@@ -21,7 +21,7 @@ from wicore_trt.kv.pages.page import Page
 Fault = CorruptSlotError | EOFError | OSError
 """Why a page was not moved."""
 Landed = Callable[[Fault | None, bytes], Outcome]
-"""What hears of the end of a move, with the digest that its probe took, and says what the operation came to."""
+"""Called at the end of a move with the digest that its probe took; returns the outcome of the operation."""
 
 
 class DroppedError(EOFError):

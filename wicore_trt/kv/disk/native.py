@@ -51,8 +51,8 @@ def find_calls(files: Files) -> tuple[Any, Any] | None:
 
 
 class NativeMover(PageMover):
-    """Mover that ends moves with `IoPool.end_operation`. Those whose probe has no key for the library, as of several
-    ranks, are made by threads of the interpreter: `begin` must not wait for a disk."""
+    """Mover that ends moves with `IoPool.end_operation`. Moves whose probe has no key for the library, as of several
+    ranks, run on threads of the interpreter: `begin` must not wait for a disk."""
 
     _end: Callable[[DiskOperation, Outcome], None]
     _more: Callable[[], None]
