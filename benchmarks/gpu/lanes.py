@@ -1,16 +1,17 @@
 """Runs the commands of a plan side by side on the GPUs of this machine, and keeps what they have said so far.
 
-    python -m benchmarks.gpu.lanes benchmarks/gpu/plans/kv.toml --out DIR [--limit 560] [--only NAME ...] [--dry-run]
+    python -m benchmarks.gpu.lanes PLAN.toml ... --out DIR [--limit 560] [--only NAME ...] [--dry-run]
 
-A plan is TOML: each `[[lane]]` has a `name`, a number of `gpus` and `[[lane.command]]`s, one after the other: `run`,
-`limit_s`, and if need be `takes_s` (measured or guessed), `show` (a pattern: lines for the summary; by default the last
-three), `env`, and `beside` (true: begins with the command before). A lane begins when its GPUs are free, in the plan's
-order. `python` and `wicore` are those that run this. Words in braces are replaced: {out}, {tmp} and {memory} by folders
-of the lane's own (the last in /dev/shm), {port} by the first of 100 ports, {left_s} by what is left of the command's
-time, {target} by the GPUs' target, others by `[words]` of the plan or --set KEY=VALUE; without its word a command is
-left out. DIR/NAME/N.log gets the output of command N, and DIR/summary.txt the results, each at once. At its limit a
-command is ended with all that it started. Invariant: nothing that a command starts outlives it. Exit code 1: commands
-failed, which the summary's last line names. --dry-run prints commands and lets each parse its options, without a GPU.
+Plans lie in benchmarks/gpu/plans. A plan is TOML: each `[[lane]]` has a `name`, a number of `gpus` and
+`[[lane.command]]`s, one after the other: `run`, `limit_s`, and if need be `takes_s` (measured or guessed), `show` (a
+pattern: lines for the summary; by default the last three), `env`, and `beside` (true: begins with the command before).
+A lane begins when its GPUs are free, in the plan's order. `python` and `wicore` are those that run this. Words in
+braces are replaced: {out}, {tmp} and {memory} by folders of the lane's own (the last in /dev/shm), {port} by the first
+of 100 ports, {left_s} by what is left of the command's time, {target} by the GPUs' target, others by `[words]` of the
+plan or --set KEY=VALUE; without its word a command is left out. DIR/NAME/N.log gets the output of command N, and
+DIR/summary.txt the results, each at once. At its limit a command is ended with all that it started. Invariant: nothing
+that a command starts outlives it. Exit code 1: commands failed, which the summary's last line names. --dry-run prints
+commands and lets each parse its options; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def check_plan(lanes: list[Lane], words: dict[str, str], gpus: int) -> list[str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", type=Path)
+    parser.add_argument("plans", type=Path, nargs="+", help="lanes of several are named PLAN-NAME")
     parser.add_argument("--out", type=Path, default=Path("build/lanes"))
     parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="for all of it")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="lanes to run")
@@ -231,13 +232,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", help="their numbers; default: CUDA_VISIBLE_DEVICES, else all")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
-    plan = tomllib.loads(args.plan.read_text(encoding="utf-8"))
-    lanes = [Lane(one["name"], one["gpus"], [Command(**command) for command in one["command"]]) for one in plan["lane"]]
-    if unknown := set(args.only) - {lane.name for lane in lanes}:
-        parser.error(f"{args.plan} has no lane {', '.join(sorted(unknown))}")
-    lanes = [lane for lane in lanes if not args.only or lane.name in args.only]
+    lanes = list[Lane]()
     words = {"memory": "/dev/shm", "target": "sm" + "".join(ask_gpus("compute_cap")[:1] or ["9.0"]).replace(".", "")}
-    words |= plan.get("words", {}) | dict(text.split("=", 1) for text in args.set)
+    for path in args.plans:
+        plan, front = tomllib.loads(path.read_text(encoding="utf-8")), f"{path.stem}-" if args.plans[1:] else ""
+        for one in plan["lane"]:
+            lanes.append(Lane(front + one["name"], one["gpus"], [Command(**command) for command in one["command"]]))
+        words |= plan.get("words", {})
+    words |= dict(text.split("=", 1) for text in args.set)
+    if unknown := set(args.only) - {lane.name for lane in lanes}:
+        parser.error(f"no lane is named {', '.join(sorted(unknown))}: {', '.join(lane.name for lane in lanes)}")
+    lanes = [lane for lane in lanes if not args.only or lane.name in args.only]
     named = args.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else ask_gpus("index")
     if args.dry_run:

@@ -43,10 +43,12 @@ def write_plan(path: Path, *given: tuple[str, int, list[str]]) -> Path:
     return path
 
 
-def run_plan(plan: Path, tmp_path: Path, *more: str) -> tuple[int, str]:
-    """Run a plan on two GPUs: its exit code and summary."""
+def run_plan(plan: Path, tmp_path: Path, *more: str, beside: tuple[Path, ...] = ()) -> tuple[int, str]:
+    """Run plans on two GPUs: the exit code and the summary."""
     words = (f"shared={tmp_path}", f"memory={tmp_path}")
-    code = lanes.main([str(plan), "--out", str(tmp_path / "out"), "--gpus", "4,7", *more, "--set", *words])
+    code = lanes.main(
+        [*map(str, (plan, *beside)), "--out", str(tmp_path / "out"), "--gpus", "4,7", *more, "--set", *words]
+    )
     return code, (tmp_path / "out" / "summary.txt").read_text()
 
 
@@ -89,6 +91,16 @@ def test_what_fails_is_named_and_what_never_ends_is_ended(tmp_path):
     assert "bad 4: left out for want of --set site" in summary and re.search("bad 5: exit code 0.*\n    last", summary)
     assert summary.rstrip().endswith("failed: wide, bad 2, bad 3")
     assert "wide: not begun" in summary
+
+
+def test_lanes_of_several_plans_have_names_of_their_own(tmp_path, capsys):
+    for name in ("first", "second"):
+        write_plan(tmp_path / name, ("one", 1, [f"echo from {name}"]))
+    code, summary = run_plan(tmp_path / "first", tmp_path, "--only", "second-one", beside=(tmp_path / "second",))
+    assert code == 0 and "    from second" in summary and "from first" not in summary
+    with pytest.raises(SystemExit):
+        run_plan(tmp_path / "first", tmp_path, "--only", "second-one")
+    assert "no lane is named second-one: one" in capsys.readouterr().err
 
 
 def test_all_is_ended_and_told_when_the_run_is(tmp_path):
