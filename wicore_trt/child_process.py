@@ -10,7 +10,11 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +32,24 @@ sys.exit(import_module(module).main(json.loads(given)))
 def child_command(module: str, given: object) -> list[str]:
     """Make the command of a child of this process that runs `main(given)` of `module`, with `given` as JSON."""
     return [sys.executable, "-P", "-c", _CODE, module, json.dumps(given), json.dumps(sys.path), str(os.getpid())]
+
+
+def start_beside(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child from a thread that lasts as long as the child: to the kernel the parent is a thread, and the
+    calling one may end earlier. Raises OSError."""
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(subprocess.Popen(command, **options))
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        with suppress(ChildProcessError):  # another thread has waited for it
+            os.waitid(os.P_PID, started.result().pid, os.WEXITED | os.WNOWAIT)
+
+    threading.Thread(target=run, name="wicore-child", daemon=True).start()
+    return started.result()
 
 
 def tie_to_parent(parent: int) -> None:

@@ -1,19 +1,21 @@
 """A supervised server over the fake engine: python fake_parts.py '{"step_s": 0.01, "server": {...}}'.
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
-`load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `backlog`
-(bytes after which the engine cuts off a front), `dies` (the process that ends while it starts, every time), `chat`
-(the model has a chat template or not, and any text has tokens), `host_bytes` of a host tier, and `pids`, a folder
-where each process leaves its number; `front_s`, `slow_s`, `quick_s`, `patience` and `together_s` stand for the
-supervisor's and its log's; with `narrow` its sockets hold few messages; with `images` the engine sees. `recipe`
-names a file of settings that the server reads, and reads again; `build` one that names the engine's build. While the
-file `hold` is there, engines stand still after ten steps, and none loads.
+`load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `stands` (an
+engine stops itself while it loads), `backlog` (bytes after which the engine cuts off a front), `dies` (the process that
+ends while it starts, every time), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes`
+of a host tier, and `pids`, a folder where each process leaves its number; `front_s`, `silence_s` (of an engine that
+loads), `slow_s`, `quick_s`, `patience` and `together_s` stand for the supervisor's and its log's; with `narrow` its
+sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server reads, and
+reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still after ten
+steps, and none loads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -59,6 +61,8 @@ def load_engine(settings: Settings):
     hold = Path(given.get("hold", "/nowhere"))
     while hold.exists():
         time.sleep(0.005)
+    if given.get("stands"):
+        os.kill(os.getpid(), signal.SIGSTOP)
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)
@@ -128,6 +132,7 @@ def main(given: dict) -> int:
 
         child.socket.socketpair = narrow_pair
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
+    supervisor.LOAD_S = given.get("silence_s", supervisor.LOAD_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)

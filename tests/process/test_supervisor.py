@@ -263,6 +263,13 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
         assert stands or "in hanging" in log and "most recent call first" in log, log
 
 
+async def test_an_engine_that_stands_still_while_it_loads_is_ended(tmp_path):
+    server = {"watchdog_s": 0.1}
+    async with supervised(tmp_path, server=server, stands=True, silence_s=0.1, patience=0) as server:
+        code, log = await server.end()
+        assert code and "it gave no sign of life" in log and "ended 1 times before it was ready" in log, log
+
+
 async def test_an_engine_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
     async with supervised(tmp_path, load_fails=True) as server:
         code, log = await server.end()

@@ -6,11 +6,13 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,13 +164,13 @@ def greedy_slice() -> SequenceSlice:
 def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    monkeypatch.setattr(ranks, "SILENCE_S", 0.5)
     write_tiny_source(tmp_path / "source")
     executor = open_tiny(tmp_path, 2)
     assert isinstance(executor, RankedExecutor)
     process = executor._group.processes[0]
     try:
         assert executor.execute(StepBatch([greedy_slice()])).sampled
+        monkeypatch.setattr(ranks, "SILENCE_S", 0.5)
         process.send_signal(how)
         if how == signal.SIGKILL:  # noticed without a step
             end = time.monotonic() + 20
@@ -182,6 +184,49 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
     finally:
         executor.close()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_ranks_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
+    write_tiny_source(tmp_path / "source")
+    with ThreadPoolExecutor(1) as pool:
+        executor = pool.submit(open_tiny, tmp_path, 2).result()
+        thread = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")
+    try:
+        end = time.monotonic() + 60
+        while thread.exists():  # the kernel signals a thread's children before it forgets the thread
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert executor.execute(StepBatch([greedy_slice()])).sampled
+    finally:
+        executor.close()
+
+
+def test_time_in_which_all_ranks_are_suspended_does_not_count_as_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_source(tmp_path / "source")
+    monkeypatch.setattr(ranks, "SILENCE_S", 60.0)
+    waited, receive = threading.Event(), exchange._receive_byte
+
+    def note_glance(peer: socket.socket) -> bytes | None:
+        if (byte := receive(peer)) is None:
+            waited.set()
+        return byte
+
+    executor = open_tiny(tmp_path, 2)
+    try:
+        process = executor._group.processes[0]
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(exchange, "_receive_byte", note_glance)
+        now = time.monotonic
+        monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now() + 1000))
+        with ThreadPoolExecutor(1) as pool:
+            step = pool.submit(executor.execute, StepBatch([greedy_slice()]))
+            assert waited.wait(60)
+            process.send_signal(signal.SIGCONT)
+            assert step.result().sampled
+    finally:
+        executor.close()
 
 
 def test_an_error_within_a_step_ends_the_group_and_a_later_one_does_not(

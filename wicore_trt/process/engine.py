@@ -42,6 +42,9 @@ def main(fd: int) -> int:
     start = first[0]
     settings = settings_from_json(start["settings"])
     log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
+    faulthandler.register(DUMP)
+    loaded = threading.Event()
+    threading.Thread(target=_send_beats, args=(control, loaded), name="wicore-beats", daemon=True).start()
     try:
         core, info = import_named(start["loader"])(settings)
     except WicoreError as error:
@@ -60,7 +63,7 @@ def main(fd: int) -> int:
     collect_rarely()
     host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
     host.start()
-    faulthandler.register(DUMP)
+    loaded.set()
     control.send("ready", build=info.build)
     threading.Thread(target=_obey_supervisor, args=(control, host), name="wicore-control", daemon=True).start()
     # counts beats, not time, so that a suspended machine counts as one beat
@@ -73,6 +76,11 @@ def main(fd: int) -> int:
         control.send("broke", why=shortened(host.engine.dead, MAX_TEXT))
     logging.shutdown()
     os._exit(1 if host.engine.dead is not None else 0)  # not sys.exit, which would wait for hanging threads
+
+
+def _send_beats(control: Control, loaded: threading.Event) -> None:
+    while not loaded.wait(BEAT_S):
+        control.send("beat", stuck_s=0.0)
 
 
 def _obey_supervisor(control: Control, host: EngineHost) -> None:

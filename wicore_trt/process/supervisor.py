@@ -49,6 +49,8 @@ Report = Callable[[str, "str | None"], None]
 
 FRONT_S, FRONT_START_S = 20.0, 120.0
 """A front that says nothing for so long counts as hung; the second number holds until it listens."""
+LOAD_S = 120.0
+"""The same for an engine that loads, whose watchdog may be more patient."""
 SLOW_S = 5.0
 """Time until the next attempt when the system has no room for a process or a socket."""
 DUMP_S = 1.0
@@ -146,6 +148,7 @@ class Supervisor:
         )  # fmt: skip
         settings = divide_settings(self._loaded.settings, replica)
         child.control.send("start", settings=settings_to_json(settings), loader=self._load_engine)
+        self._watch_engine(name, child)
 
     def _start_front(self) -> None:
         self._front_bound = False
@@ -179,13 +182,15 @@ class Supervisor:
             return
         loop, stuck_s = asyncio.get_running_loop(), max(engine.silent_s, engine.stuck_s)
         engine.silent_s += BEAT_S
-        if stuck_s < limit_s:
+        if stuck_s < (limit_s if engine.loaded else max(limit_s, LOAD_S)):
             loop.call_later(BEAT_S, self._watch_engine, name, process)
             return
-        why = f"it had work and ended no step for {stuck_s:.0f} s"
+        why = f"it {'had work and ended no step' if engine.loaded else 'gave no sign of life'} for {stuck_s:.0f} s"
         log.error("the %s is stuck: %s; the stacks of its threads follow", name, why)
-        engine.error = EngineDeadError(f"The engine was ended: {why}.")
+        if engine.loaded:
+            engine.error = EngineDeadError(f"The engine was ended: {why}.")
         process.send_signal(DUMP)
+        engine.killed = True
         loop.call_later(DUMP_S, process.kill)
 
     def _join_processes(self, name: str) -> None:
@@ -222,7 +227,6 @@ class Supervisor:
                 engine.loaded, engine.build = True, message["build"]
                 engine.ready_at = time.monotonic()
                 self._join_processes(name)
-                self._watch_engine(name, engine.process)
             case "beat":
                 engine.silent_s, engine.stuck_s = 0.0, message["stuck_s"]
             case "failed":

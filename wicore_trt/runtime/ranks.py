@@ -28,11 +28,11 @@ from typing import Any
 import msgspec
 import torch
 
-from wicore_trt.child_process import child_command, import_named
+from wicore_trt.child_process import child_command, import_named, start_beside
 from wicore_trt.errors import EnvironmentUnfitError, RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.exchange import RankExchange, create_memory
+from wicore_trt.runtime.exchange import GLANCE_S, RankExchange, create_memory
 from wicore_trt.runtime.executor import Executor, ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.rank_copier import RankedCopier
@@ -261,7 +261,7 @@ class _Ranks:
 
     def __init__(self, ranks: int, start: Mapping[str, object], gpus: list[str]) -> None:
         """`gpus`: names of each rank's, or none. A rank has its own first, and those of its peers behind it."""
-        self.count, self._closing, self._patience = ranks, False, START_S
+        self.count, self._closing, self._loaded = ranks, False, False
         self.failure: RankError | None = None
         self.refusal: WicoreError | None = None
         """Why a rank cannot open its part."""
@@ -285,14 +285,15 @@ class _Ranks:
                      "peers": peers}  # fmt: skip
             order = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank:] + gpus[:rank])} if gpus else {}
             with theirs:
-                process = subprocess.Popen(
+                process = start_beside(
                     child_command("wicore_trt.runtime.rank_process", given), stdin=subprocess.DEVNULL,
                     start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()), env=os.environ | order,
                 )  # fmt: skip
             self.processes.append(process)
             self._sockets.append(MessageSocket(ours))
         self._beats, self._lock = dict.fromkeys(range(ranks), time.monotonic()), threading.Lock()
-        self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._has_beaten)
+        self._glances = dict.fromkeys(range(ranks), 0)  # since the last beat
+        self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._is_alive)
         os.close(memory)
         for a, b in mesh:
             for rank, end in zip((a, b), mesh[a, b], strict=True):
@@ -310,15 +311,15 @@ class _Ranks:
         """Wait until all ranks have opened their part. Raises the error of one that cannot, RankError for one that
         ended or hangs."""
         for _ in self._sockets:
-            while not self._ready.acquire(timeout=BEAT_S):
+            while not self._ready.acquire(timeout=GLANCE_S):
                 for rank in range(1, self.count):
-                    if not self._has_beaten(rank):
+                    if not self._is_alive(rank):
                         raise self.fail(RankError(f"rank {rank} hangs while it loads"))
         if self.refusal is not None:
             raise self.refusal
         if self.failure is not None:
             raise self.failure
-        self._patience = SILENCE_S
+        self._loaded = True
 
     def send(self, *message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to all ranks. Raises RankError once one has failed."""
@@ -369,7 +370,7 @@ class _Ranks:
         """Note that no step can run any more, and end the others; return the first reason, which may be a rank that is
         silent."""
         if self.failure is None and not self._closing:
-            silent = [rank for rank in range(1, self.count) if not self._has_beaten(rank, 4 * BEAT_S)]
+            silent = [rank for rank in range(1, self.count) if time.monotonic() - self._beats[rank] >= 4 * BEAT_S]
             self.failure = RankError(f"rank {silent[0]} hangs") if silent else error
             log.error("%s; this engine ends", self.failure)
             self.on_failure(self.failure)
@@ -379,8 +380,11 @@ class _Ranks:
                 process.kill()
         return self.failure or error
 
-    def _has_beaten(self, rank: int, silence_s: float | None = None) -> bool:
-        return time.monotonic() - self._beats[rank] < (self._patience if silence_s is None else silence_s)
+    def _is_alive(self, rank: int) -> bool:
+        """Count a glance at a rank that is waited for, and tell whether it has beaten lately. Glances are GLANCE_S
+        apart; it is not time that counts, so that all of a container may be suspended."""
+        self._glances[rank] += 1
+        return self._glances[rank] * GLANCE_S < (SILENCE_S if self._loaded else START_S)
 
     def _read_replies(self, rank: int, sock: MessageSocket) -> None:
         ready = False
@@ -394,7 +398,7 @@ class _Ranks:
                     _, kind, text, fix = message
                     self.refusal = error_named(kind, text, fix=fix)
                 elif message[0] == "beat":
-                    self._beats[rank] = time.monotonic()
+                    self._beats[rank], self._glances[rank] = time.monotonic(), 0
                 elif message[0] == "tokens":
                     self.note_tokens(message[1], rank)
                 else:
