@@ -134,6 +134,12 @@ def test_figures_of_replicas_add_up():
     assert add_figures(one, one).pools == (PoolStats("global", 16, 2, 4, 64),)
 
 
+@pytest.mark.parametrize(("names", "found"), [("-1", ()), ("NoDevFiles", ()), ("0, GPU-7f,-1,2", ("0", "GPU-7f"))])
+def test_names_that_hide_gpus_are_none(monkeypatch, names, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    assert tuple(find_gpus("auto", 2, 1)) == found
+
+
 def test_each_replica_sees_its_own_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,7,1")
     gpus = find_gpus("auto", 2, 2)

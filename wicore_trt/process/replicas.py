@@ -6,9 +6,11 @@ Plain data; it must not know processes or devices.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import glob
+from itertools import takewhile
 from pathlib import Path
 
 from wicore_trt.config import Settings
@@ -38,7 +40,8 @@ def find_gpus(device: str, replicas: int, each: int) -> Sequence[str]:
     if given is None:
         found = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
     else:
-        found = [name.strip() for name in given.split(",") if name.strip()]
+        names = (name.strip() for name in given.split(","))
+        found = list(takewhile(re.compile(r"\d|GPU-|MIG-").match, names))  # CUDA ignores what follows another name
     if replicas == 1 or device == "cpu" or (device == "auto" and not found):
         return ()
     if len(found) < (needed := replicas * each):
