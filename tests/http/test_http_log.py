@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 
@@ -80,11 +79,8 @@ async def test_lines_have_ids_and_nothing_that_was_said(tmp_path):
 
 async def grpc_address(client: httpx.AsyncClient, server) -> str:
     """Where gRPC is: `bound` names the URL of HTTP alone."""
-    async with asyncio.timeout(60):
-        while line := (await server.process.stderr.readline()).decode():
-            if "loading the engine for" in line:
-                return line.split("loading the engine for ")[1].split(" and")[0]
-    raise AssertionError("no address")
+    line = await server.log_line("loading the engine for")
+    return line.split("loading the engine for ")[1].split(" and")[0]
 
 
 async def over_grpc(channel: grpc.aio.Channel, key: str, said: str) -> None:

@@ -23,7 +23,8 @@ async def until_ready(client: httpx.AsyncClient) -> None:
 
 
 async def test_http_is_served_by_the_front_and_at_the_same_address_by_the_next(tmp_path):
-    async with supervised(tmp_path, step_s=0.005, server={"http_port": 0}) as server:
+    hold = tmp_path / "hold"
+    async with supervised(tmp_path, hold=str(hold), server={"http_port": 0}) as server:
         url = await server.line("bound")
         await server.line("ready on")
         body = {"prompt": "hello", **GREEDY}
@@ -38,11 +39,14 @@ async def test_http_is_served_by_the_front_and_at_the_same_address_by_the_next(t
                     while pid in server.alive(name) or not server.alive(name):
                         await asyncio.sleep(0.02)
                 await until_ready(client)
+            hold.touch()
             last = asyncio.ensure_future(client.post("/v1/completions", json={**body, "max_tokens": 150}))
             async with asyncio.timeout(60):
                 while (await client.get("/status")).json()["requests_open"] != 1:
                     await asyncio.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
+            await server.log_line("SIGTERM received")
+            hold.unlink()
             assert (await last).json()["choices"][0]["text"] == expected("hello", 150)
         code, log = await server.end()
         assert code == 0 and "Traceback" not in log, log

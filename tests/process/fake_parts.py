@@ -5,7 +5,7 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 engine stops itself while it loads), `backlog` (bytes after which the engine cuts off a front), `dies` (the process that
 ends while it starts, every time), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes`
 of a host tier, and `pids`, a folder where each process leaves its number; `front_s`, `silence_s` (of an engine that
-loads), `slow_s`, `quick_s`, `patience` and `together_s` stand for the supervisor's and its log's; with `narrow` its
+loads), `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with `narrow` its
 sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server reads, and
 reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still after ten
 steps, and none loads.
@@ -135,11 +135,12 @@ def main(given: dict) -> int:
     supervisor.LOAD_S = given.get("silence_s", supervisor.LOAD_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)
+    supervisor.DUMP_S = given.get("dump_s", supervisor.DUMP_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
-    server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 5.0, **given.get("server", {})})
+    server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 60.0, **given.get("server", {})})
     tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
     recipe = given.get("recipe")
-    overrides = {"server.grace_s": 5.0, "server.port": 0, "server.http_port": "none"}
+    overrides = {"server.grace_s": 60.0, "server.port": 0, "server.http_port": "none"}
     overrides |= {f"server.{key}": value for key, value in given.get("server", {}).items()}
 
     def read() -> LoadedSettings:

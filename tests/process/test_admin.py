@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 import trustme
-from process.test_reload import ALICE, log_line
+from process.test_reload import ALICE
 from process.test_supervisor import Server, answer, supervised
 from prometheus_client.parser import text_string_to_metric_families
 from serve.serving import expected
@@ -28,7 +28,7 @@ OPERATOR = "o" * 20
 async def administered(tmp_path, *, verify=True, **options) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     options["server"] = {"admin_port": 0, **options.get("server", {})}
     async with supervised(tmp_path, **options) as server:
-        url = re.search(r"https?://\S+", await log_line(server, "operators' calls on"))[0]
+        url = re.search(r"https?://\S+", await server.log_line("operators' calls on"))[0]
         server.address = await server.line("bound")
         server.url = await server.line("ready on")
         async with httpx.AsyncClient(base_url=url, timeout=60, verify=verify) as client:
@@ -72,7 +72,9 @@ async def test_a_reload_answers_what_changed_and_what_needs_a_restart(tmp_path):
 
 
 async def test_draining_lets_streams_end_and_holds_for_the_next_front(tmp_path):
-    async with administered(tmp_path, step_s=0.01) as (server, client), server.stub() as stub:
+    hold = tmp_path / "hold"
+    async with administered(tmp_path, hold=str(hold)) as (server, client), server.stub() as stub:
+        hold.touch()
         last = asyncio.ensure_future(answer(stub, "the last one", 150))
 
         async def begun() -> bool:
@@ -91,6 +93,7 @@ async def test_draining_lets_streams_end_and_holds_for_the_next_front(tmp_path):
 
         await until(refused)
         assert not last.done() and not waiting.done()
+        hold.unlink()
         assert await last == expected("the last one", 150)[0]
         assert (await waiting).json()["idle"] is True
         os.kill(server.alive("front")[0], signal.SIGKILL)
@@ -149,6 +152,12 @@ async def test_metrics_of_any_length_are_there_and_some_while_the_front_hangs(tm
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 for path in paths:
                     await other.request(method, path)
+
+        async def told() -> bool:
+            """On a slow machine the front may tell them later than the supervisor waits."""
+            return ("wicore_engine_up", "") in await scraped(client)
+
+        await until(told)
         text = (await client.get("/metrics")).text
         assert len(text) > MAX_METRICS and "wicore_time_to_first_token" in text
         found = await scraped(client)

@@ -65,10 +65,10 @@ def test_where_no_process_can_be_started_that_is_said_and_the_next_one_is_checke
     try:
         asked = _aside(made.check, GOOD)
         with pytest.raises(UnavailableError, match="cannot be started now: .*Too many open files"):
-            asked.result(30)
+            asked.result(60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    _aside(made.check, GOOD).result(30)
+    _aside(made.check, GOOD).result(60)
 
 
 def _aside(check: Callable[[Constraint], None], constraint: Constraint) -> Future[None]:

@@ -30,15 +30,6 @@ def write_keys(path, *keys: str) -> None:
     path.write_text("".join(f"tenant{i}:{key}\n" for i, key in enumerate(keys)))
 
 
-async def log_line(server, text: str) -> str:
-    """Read the log up to a line that has this text."""
-    async with asyncio.timeout(60):
-        while line := (await server.process.stderr.readline()).decode():
-            if text in line:
-                return line
-    raise AssertionError(f"no line says {text!r}")
-
-
 async def code_of(stub, key: str) -> grpc.StatusCode:
     try:
         await stub.GetModelInfo(pb2.GetModelInfoRequest(), metadata=[("x-api-key", key)])
@@ -67,7 +58,7 @@ async def test_keys_change_while_the_server_runs_and_a_broken_file_keeps_them(tm
             assert await code_of(stub, ALICE) is no
             keys.write_text("no key at all\n")
             server.process.send_signal(signal.SIGHUP)
-            assert "line 1" in await log_line(server, "settings were not reloaded")
+            assert "line 1" in await server.log_line("settings were not reloaded")
             assert await code_of(stub, BOB) is ok
             keys.write_text(f"tenant:{BOB}\n")
             fronts = server.alive("front")
@@ -85,13 +76,13 @@ async def test_a_recipe_is_read_again_and_says_what_needs_a_restart(tmp_path):
             "server:\n  requests_per_minute: 7\nlog:\n  level: warning\nscheduler:\n  max_waiting: 5\nkv:\n  salt: x\n"
         )
         server.process.send_signal(signal.SIGHUP)
-        line = await log_line(server, "reloaded settings")
+        line = await server.log_line("reloaded settings")
         assert "server.requests_per_minute" in line and "log.level" in line and "max_waiting" not in line
-        line = await log_line(server, "need a restart")
+        line = await server.log_line("need a restart")
         assert "scheduler.max_waiting" in line and "kv.salt" in line
         recipe.write_text("server:\n  nothing_like_it: 7\n")
         server.process.send_signal(signal.SIGHUP)
-        assert "nothing_like_it" in await log_line(server, "settings were not reloaded")
+        assert "nothing_like_it" in await server.log_line("settings were not reloaded")
 
 
 @pytest.mark.parametrize("way", ["grpc", "https"])
@@ -125,7 +116,7 @@ async def test_a_new_certificate_is_shown_to_who_comes(tmp_path, way):
         await becomes(lambda: asyncio.to_thread(shown), second)
         cert.write_text("broken")
         server.process.send_signal(signal.SIGHUP)
-        await log_line(server, "settings were not reloaded")
+        await server.log_line("settings were not reloaded")
         assert await asyncio.to_thread(shown) == second
 
 

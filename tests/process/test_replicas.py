@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import httpx
 import pytest
-from process.test_reload import log_line
 from process.test_supervisor import Server, supervised
 from serve.serving import expected, until
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
@@ -29,7 +28,7 @@ WORDS = "abcdefgh"
 async def replicated(tmp_path, **options) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     options["server"] = {"http_port": 0, "replicas": 2, **options.get("server", {})}
     async with supervised(tmp_path, **options) as server:
-        server.address = (await log_line(server, "loading the engine for")).split(" for ")[1].split(" and ")[0]
+        server.address = (await server.log_line("loading the engine for")).split(" for ")[1].split(" and ")[0]
         url = await server.line("bound")
         await server.line("ready on")
         async with httpx.AsyncClient(base_url=url) as client:
@@ -54,7 +53,8 @@ async def ask(client: httpx.AsyncClient, prompt: str, count: int = 4) -> int:
 
 
 async def test_a_prefix_stays_where_it_is_until_that_replica_is_loaded(tmp_path):
-    async with replicated(tmp_path, step_s=0.01) as (server, client):
+    hold = tmp_path / "hold"
+    async with replicated(tmp_path, hold=str(hold)) as (server, client):
         assert len(server.alive("engine")) == 2
         long = "the same beginning of all " * 20
         for i in range(6):  # takes turns otherwise
@@ -66,7 +66,11 @@ async def test_a_prefix_stays_where_it_is_until_that_replica_is_loaded(tmp_path)
         assert all((await read_counts(client, "wicore_prompt_tokens_total")).values())
         # 30 at once: what a prefix of 500 tokens saves is worth some sequences, not all
         before = await read_counts(client, "wicore_generated_tokens_total")
-        hits = await asyncio.gather(*(ask(client, f"{long}{i}", 30) for i in range(30)))
+        hold.touch()
+        asked = [asyncio.ensure_future(ask(client, f"{long}{i}", 30)) for i in range(30)]
+        await until(lambda: is_open(client, 30))
+        hold.unlink()
+        hits = await asyncio.gather(*asked)
         after = await read_counts(client, "wicore_generated_tokens_total")
         assert min(after[i] - before[i] for i in range(2)) >= 10 * 30 and sum(hit > 400 for hit in hits) > 20
         text = (await client.get("/metrics")).text
@@ -76,11 +80,20 @@ async def test_a_prefix_stays_where_it_is_until_that_replica_is_loaded(tmp_path)
         assert stats["prompt_tokens"] == sum((await read_counts(client, "wicore_prompt_tokens_total")).values())
 
 
+async def is_open(client: httpx.AsyncClient, count: int) -> bool:
+    """Whether so many requests have come and not ended."""
+    return (await client.get("/status")).json()["requests_open"] == count
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.long)])
 async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_path, kills):
     rng, ends = random.Random(7), Counter[str]()
-    async with replicated(tmp_path, step_s=0.003, quick_s=0.0) as (server, client):
+    hold = tmp_path / "hold"
+    async with replicated(tmp_path, step_s=0.003, quick_s=0.0, hold=str(hold)) as (server, client):
         stop = False
+
+        async def computes(number: int) -> bool:
+            return (await read_counts(client, "wicore_requests_running"))[number] > 0
 
         async def load(number: int) -> None:
             own = random.Random(number)
@@ -93,6 +106,9 @@ async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_pat
             await until(lambda: len(server.alive("engine")) == 2)
             await until(lambda: is_in(client, "serving"))
             await asyncio.sleep(rng.random() / 3)
+            hold.touch()  # until its end was seen: none of its requests ends by itself, and the next one does not serve
+            for number in (0, 1):
+                await until(lambda number=number: computes(number))
             victim = server.alive("engine")[kill % 2]
             os.kill(victim, signal.SIGKILL)
             await until(lambda: is_in(client, "degraded"))
@@ -100,11 +116,12 @@ async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_pat
             assert ready.status_code == 200 and ready.json() == {"status": "degraded"}
             told = (await client.get("/status")).json()["replicas"]
             assert told.count("serving") == 1 and "serving" not in told[1 - told.index("serving")]
+            hold.unlink()
             answers = ends["answer"]
             await until(lambda so_far=answers: ends["answer"] > so_far + 20 or loads[0].done())
         await until(lambda: is_in(client, "serving"))
         stop = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(*loads)
         assert kills <= ends["error"] <= kills * 12 and ends["answer"] > 20, ends
         up = {int(i): up for i, up in (await read_counts(client, "wicore_engine_up")).items()}
