@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,13 @@ if not {"PYTEST_XDIST_WORKER", "WICORE_TEST_ALONE"} & set(os.environ):  # before
     atexit.register(shutil.rmtree, CACHES, ignore_errors=True)
     os.environ |= {"XDG_CACHE_HOME": CACHES, "TRITON_HOME": CACHES, "TRITON_CACHE_DIR": f"{CACHES}/triton"}
     os.environ["RUSTUP_HOME"] = f"{CACHES}/rustup"  # pip asks rustc for its version, and rustup's writes its settings
+
+if find_spec("hypothesis"):  # which a GPU's machine may lack
+    from hypothesis import HealthCheck, settings
+
+    # How fast a busy machine makes and runs examples must fail no test.
+    settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)

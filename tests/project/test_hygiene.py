@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 
+from hypothesis import HealthCheck, settings
 from repository import ROOT, read, tracked
 
 TEXT = (
@@ -79,3 +80,8 @@ def test_the_lock_of_the_npm_packages_names_those_of_other_systems() -> None:
     kinds = ("dependencies", "optionalDependencies")
     asked = {name for package in packages.values() for kind in kinds for name in package.get(kind, ())}
     assert asked and not asked - {path.rpartition("node_modules/")[2] for path in packages}
+
+
+def test_no_property_is_timed() -> None:
+    """By default an example has 200 ms, and five have a second to be made: too little on a busy machine."""
+    assert settings().deadline is None and HealthCheck.too_slow in settings().suppress_health_check
