@@ -28,7 +28,8 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,13 +119,13 @@ class Lanes:
         self._lanes, self._gpus, self._free, self._out, self._words = lanes, gpus, gpus, out, words
         self._begun, self._end = time.monotonic(), time.monotonic() + limit_s
         self._home, self._mark = Path(tempfile.mkdtemp(prefix="lanes-")), f"{os.getpid()}-{time.time_ns()}"
-        self._lock, self.stopped, self.failed = threading.Lock(), threading.Event(), list[str]()
+        self._lock, self.stopped, self.failed = threading.Lock(), False, list[str]()
 
     def run(self) -> None:
         running, every = list[threading.Thread](), list(enumerate(self._lanes))
         waiting = [(number, lane) for number, lane in every if lane.gpus <= len(self._free)]
         never = [lane for lane in self._lanes if lane.gpus > len(self._free)]
-        while waiting and time.monotonic() < self._end and not self.stopped.wait(POLL_S):
+        while waiting and time.monotonic() < self._end and not self.stopped:
             for number, lane in list(waiting):
                 if lane.gpus <= len(self._free):
                     with self._lock:
@@ -132,6 +133,7 @@ class Lanes:
                     waiting.remove((number, lane))
                     running.append(threading.Thread(target=self._run_lane, args=(number, lane, given)))
                     running[-1].start()
+            time.sleep(POLL_S)
         for lane in [*never, *(lane for _, lane in waiting)]:
             self._tell(lane.name, f"not begun; it takes {lane.gpus} GPUs", failed=True)
         for thread in running:
@@ -146,7 +148,21 @@ class Lanes:
             summary.write(f"{said}\n")
             print(said, flush=True)
 
+    @contextmanager
+    def _told(self, name: str, gpus: Sequence[str] = ()) -> Iterator[None]:
+        """Tell of what is raised, and give GPUs back."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(name, f"{type(error).__name__}: {error}", failed=True)
+        with self._lock:
+            self._free = [gpu for gpu in self._gpus if gpu in {*self._free, *gpus}]
+
     def _run_lane(self, place: int, lane: Lane, gpus: list[str]) -> None:
+        with self._told(lane.name, gpus):
+            self._run_commands(place, lane, gpus)
+
+    def _run_commands(self, place: int, lane: Lane, gpus: list[str]) -> None:
         home, out, port = self._home / lane.name, self._out / lane.name, 20_000 + 100 * place
         memory = Path(self._words["memory"], f"{self._home.name}-{lane.name}")
         words = self._words | {"out": str(out), "tmp": str(home), "memory": str(memory), "port": str(port)}
@@ -167,8 +183,6 @@ class Lanes:
             thread.join()
         for folder in (home, memory):
             shutil.rmtree(folder, ignore_errors=True)
-        with self._lock:
-            self._free = [gpu for gpu in self._gpus if gpu in {*self._free, *gpus}]
 
     def _run_command(self, name: str, command: Command, words: dict[str, str], env: dict[str, str], log: Path) -> None:
         begun = time.monotonic()
@@ -176,25 +190,23 @@ class Lanes:
         line, missing = command.find_words(words | {"left_s": f"{max(end - begun - MARGIN_S, 1):.0f}"})
         if missing:
             return self._tell(name, f"left out for want of --set {missing[0]}=...: {command.run}")
-        if end <= begun or self.stopped.is_set():
+        if end <= begun or self.stopped:
             return self._tell(name, f"not begun: {command.run}", failed=True)
-        with log.open("wb") as out:
-            try:
-                process = subprocess.Popen(
-                    line, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
-            except OSError as error:
-                return self._tell(name, str(error), failed=True)
-            while process.poll() is None and time.monotonic() < end and not self.stopped.wait(POLL_S):
-                pass
+        with self._told(name), log.open("wb") as out:
+            process = subprocess.Popen(
+                line, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+            while process.poll() is None and time.monotonic() < end and not self.stopped:
+                time.sleep(POLL_S)
             code = process.poll()
             end_group(process)
-        left = end_marked(env[MARK])
-        what = "ended at its limit" if code is None else f"exit code {code}"
-        what += f" in {time.monotonic() - begun:.0f} s, {command.takes_s:.0f} expected" + f", {left} left" * bool(left)
-        return self._tell(
-            name, f"{what}: {command.run}", read_end(log, command.show, failed=code != 0), failed=code != 0
-        )
+            left = end_marked(env[MARK])
+            what = "ended at its limit" if code is None else f"exit code {code}"
+            what += f" in {time.monotonic() - begun:.0f} s, {command.takes_s:.0f} expected"
+            what += f", {left} left" * bool(left)
+            lines = read_end(log, command.show, failed=code != 0)
+            self._tell(name, f"{what}: {command.run}", lines, failed=code != 0)
+        return None
 
 
 def check_plan(lanes: list[Lane], words: dict[str, str], gpus: int) -> list[str]:
@@ -249,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(bool(check_plan(lanes, words, len(gpus) or 4)))
     args.out.mkdir(parents=True, exist_ok=True)
     run = Lanes(lanes, gpus, args.out.resolve(), args.limit, words)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: run.stopped.set())
+    for number in (signal.SIGTERM, signal.SIGINT):  # no lock is taken: the main thread may hold it
+        signal.signal(number, lambda *_: setattr(run, "stopped", True))
     run.run()
     return int(bool(run.failed))
 

@@ -93,6 +93,16 @@ def test_what_fails_is_named_and_what_never_ends_is_ended(tmp_path):
     assert "wide: not begun" in summary
 
 
+def test_what_cannot_begin_is_told_and_gives_its_gpus_back(tmp_path):
+    plan = write_plan(tmp_path / "plan", ("lost", 2, ["true"]), ("next", 2, ["echo begun"]))
+    plan.write_text(plan.read_text().replace("sh -c", "/no/program -c", 1))
+    code, summary = run_plan(plan, tmp_path)
+    assert code == 1 and re.search("lost 1: FileNotFoundError.*/no/program", summary) and "    begun" in summary
+    command = ["--out", str(tmp_path / "again"), "--gpus", "0,1", "--set", f"memory={plan}"]  # a file, not a folder
+    assert lanes.main([str(plan), *command]) == 1
+    assert re.search("lost: NotADirectoryError", (tmp_path / "again" / "summary.txt").read_text())
+
+
 def test_lanes_of_several_plans_have_names_of_their_own(tmp_path, capsys):
     for name in ("first", "second"):
         write_plan(tmp_path / name, ("one", 1, [f"echo from {name}"]))
