@@ -32,7 +32,7 @@ class KernelSpec:
     its arguments in order: "*fp16", "*i32", "i32", "i64", "fp32", ... It leaves out constants and what has a default.
     Arguments in `aligned` are multiples of 16 (a pointer: bytes; an integer: its value), which vectorises loads; the
     launcher checks it. `dependent` is a mode of `plugins.dependent` and becomes the function's constant DEPENDENT, if
-    any. `registers`: the most of a thread, 0: no such limit."""
+    any."""
 
     name: str
     function: Any
@@ -42,7 +42,6 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 2
     dependent: int = ORDINARY
-    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     )
     # Without fusion of multiplication and addition a value does not depend on what the compiler finds beside it.
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": False}
-    options |= {"maxnreg": spec.registers} if spec.registers else {}
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True  # a tenth of the size
         built = triton.compile(source, target=GPUTarget("cuda", int(target.removeprefix("sm")), 32), options=options)

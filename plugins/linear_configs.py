@@ -20,8 +20,8 @@ PROGRAMS = 264
 
 Key = tuple[str, int, int, str, bool, int]
 """(target, n, k, kind, geglu, bucket); kind is "w16", "w8", "w8x8" or "w4"."""
-# (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll[, ahead, registers]).
-# "w4" is "tiles", of the rest bucket 1 "vector", the others "matrix". 27B on an H100, 2026-11-21.
+# (n, k, kind, geglu): (bucket, block_n, block_k, columns, splits, num_warps, num_stages, unroll). "w4" is "tiles", of
+# the rest bucket 1 "vector", the others "matrix". 27B on an H100, 2026-11-21.
 _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
     (5376, 21504, "w16", False): (
         (1, 4, 1024, 1, 1, 4, 1, 1), (8, 32, 128, 8, 2, 4, 4, 1), (16, 32, 128, 16, 2, 4, 4, 1),
@@ -132,11 +132,11 @@ def _read_measured(
 ) -> dict[Key, LinearConfig]:
     found: dict[Key, LinearConfig] = {}
     for key, rows in table.items():
-        for bucket, block_n, block_k, columns, splits, warps, stages, unroll, *ahead in rows:
+        for bucket, block_n, block_k, columns, splits, warps, stages, unroll in rows:
             kind: Literal["vector", "matrix", "tiles"] = "vector" if bucket == 1 else "matrix"
             kind = "tiles" if key[2] == "w4" else kind
             sizes = (block_n, block_k, columns, splits, warps, stages, unroll)
-            found[target, *key, bucket] = LinearConfig(kind, *sizes, bucket <= columns, *ahead)
+            found[target, *key, bucket] = LinearConfig(kind, *sizes, bucket <= columns)
     return found
 
 

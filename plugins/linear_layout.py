@@ -63,9 +63,7 @@ class LinearConfig:
     parts, summed in order by the part that ends last. `block_n` counts outputs: with geglu a program reads twice as
     many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows. "tiles" is "matrix"
     for weights of 4 bits (`kernels.linear_q4`): block_k / 32 warps share the rows of a program; `unroll` blocks of
-    weights and `num_stages` of x are on their way to each; geglu may be split. With `ahead` so many blocks of weights
-    are on their way, in a loop unrolled `unroll` times; with `registers` a thread has so many at most. No bit depends
-    on these."""
+    weights and `num_stages` of x are on their way to each; geglu may be split. No bit depends on these."""
 
     kind: Literal["vector", "matrix", "tiles"]
     block_n: int
@@ -76,8 +74,6 @@ class LinearConfig:
     num_stages: int = 1
     unroll: int = 1
     evict_first: bool = True
-    ahead: int = 0
-    registers: int = 0
 
     def __post_init__(self) -> None:
         for size in (self.block_n, self.block_k, self.columns, self.num_warps):
@@ -103,8 +99,6 @@ class LinearConfig:
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += "" if self.kind == VECTOR else f"c{self.columns}s{self.splits}"
         text += "" if self.kind == MATRIX else f"u{self.unroll}"
-        text += f"a{self.ahead}" if self.ahead else ""
-        text += f"r{self.registers}" if self.registers else ""
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
     def count_tiles(self, shape: LinearShape, tokens: int) -> int:

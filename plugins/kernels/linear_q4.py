@@ -152,7 +152,6 @@ def linear_q4(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr,
     EVICT_FIRST: tl.constexpr,
     MINIMUMS: tl.constexpr,
@@ -162,8 +161,8 @@ def linear_q4(
     """Multiply any number of rows of x by tiles w, w_scale and w_minimum (see above); all else as `kernels.linear`.
 
     A program computes 32 T WN columns of y for COLUMNS rows of x over one of SPLITS parts of K; each of its WN WK warps
-    takes T tiles (with GEGLU of gate, and T of up) of every WK-th block of columns. AHEAD blocks of weights and X_AHEAD
-    of x are on their way to registers; the first weights before earlier kernels have ended.
+    takes T tiles (with GEGLU of gate, and T of up) of every WK-th block of columns. UNROLL blocks of weights and
+    X_AHEAD of x are on their way to registers; the first weights before earlier kernels have ended.
     Grid: (cdiv(N, 32 T WN) * cdiv(tokens, COLUMNS), SPLITS).
     """
     W: tl.constexpr = WN * WK
@@ -189,7 +188,7 @@ def linear_q4(
     end = tl.minimum(begin + PART * WK, BLOCKS)
     block = begin + warp % WK
     blocks = ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(UNROLL):
         at = block + i * WK
         blocks += (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
     take_turn(DEPENDENT)
@@ -200,7 +199,7 @@ def linear_q4(
     for step in range(0, PART, UNROLL):
         for i in tl.static_range(UNROLL):
             acc = _add_blocks(acc, blocks[0][0], blocks[0][1], blocks[0][2], values[0], MINIMUMS)
-            at = block + (step + i + AHEAD) * WK
+            at = block + (step + i + UNROLL) * WK
             blocks = blocks[1:] + (_load_blocks(w, w_scale, w_minimum, tile, at, at < end, EVICT_FIRST, MINIMUMS),)
             at = (block + (step + i + X_AHEAD) * WK)[None, None, :, None, None]
             values = values[1:] + (tl.load(from_row + at * 32, mask=(rows < tokens) & (at < end), other=0.0),)

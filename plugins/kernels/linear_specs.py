@@ -72,12 +72,11 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
     constants: dict[str, Any] = {
         "N": shape.n, "K": shape.k, "T": config.block_n // (32 * config.warps_n), "WN": config.warps_n,
         "WK": config.warps_k, "COLUMNS": config.columns, "SPLITS": config.splits, "UNROLL": config.unroll,
-        "AHEAD": config.ahead or config.unroll, "X_AHEAD": config.num_stages, "EVICT_FIRST": config.evict_first,
-        "MINIMUMS": bool(shape.weights.minimums), "GEGLU": shape.geglu,
+        "X_AHEAD": config.num_stages, "EVICT_FIRST": config.evict_first, "MINIMUMS": bool(shape.weights.minimums),
+        "GEGLU": shape.geglu,
     }  # fmt: skip
     aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
-    name, warps = _name(shape, config, native=True), config.num_warps
-    return KernelSpec(name, linear_q4, signature, constants, aligned, warps, 1, registers=config.registers)
+    return KernelSpec(_name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, 1)
 
 
 def dequantize_spec(shape: LinearShape) -> KernelSpec:

@@ -44,8 +44,8 @@ def test_linear(shape: LinearShape, config: LinearConfig, tokens: int) -> None:
 
 def test_a_row_has_the_same_bits_in_a_loop_that_is_not_unrolled() -> None:
     case = draw(SHAPE, 19)
-    ahead = replace(SPLIT, unroll=1, ahead=3, num_stages=2)
-    outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), interpreted.launch)[:19] for c in (SPLIT, ahead)]
+    rolled = replace(SPLIT, unroll=1, num_stages=2)
+    outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), interpreted.launch)[:19] for c in (SPLIT, rolled)]
     assert torch.equal(*outs)
 
 

@@ -251,7 +251,7 @@ def print_summary(sweep: Sweep, shapes: dict[tuple[str, str], LinearShape], coun
     for row in sorted(row for row in sweep.best if row[2] in ROWS[row[0]]):
         key, c = config_key(sweep.target, shapes[row[:2]], row[2]), sweep.best[row].config
         sizes = (c.block_n, c.block_k, c.columns, c.splits, c.num_warps, c.num_stages, c.unroll)
-        table.setdefault(key[1:5], []).append((key[5], *sizes, *((c.ahead, c.registers) if c.ahead else ())))
+        table.setdefault(key[1:5], []).append((key[5], *sizes))
         if (c.kind == "vector") != (key[5] == 1) and row[0] != "w4":
             print(f"    no line can say that {row} is {c.kind}")
     for layer, found in table.items():

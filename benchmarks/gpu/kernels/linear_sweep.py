@@ -110,28 +110,9 @@ def _tile_candidates(shape: LinearShape, bucket: int, quick: bool) -> list[Linea
         for splits in (1, 2, 4) if quick else (1, 2, 3, 4, 6):
             filled = div_ceil(shape.n, block_n) * splits * warps / 132  # warps of a multiprocessor
             if (splits == 1 or filled <= 24) and filled >= 6 and shape.k // (32 * warps_k * splits) >= 3:
-                evict = bucket <= columns
-                block = block_n, 32 * warps_k, columns, splits, warps
-                for s, u, *more in _ways(columns, stages, unroll, quick):
-                    found.append(LinearConfig(TILES, *block, s, u, evict, *more))
+                block = block_n, 32 * warps_k, columns, splits, warps, stages, unroll
+                found.append(LinearConfig(TILES, *block, bucket <= columns))
     return [c for c in dict.fromkeys(found) if _fits(shape, c)]
-
-
-def _ways(columns: int, stages: int, unroll: int, quick: bool) -> list[tuple[int, ...]]:
-    """(stages, unroll, ahead, registers): a loop as long as what is on its way, or one of a block, which takes fewer
-    registers. 168 of them leave room for 12 warps."""
-    if columns < 16:
-        return [(stages, unroll, 0, 0)]
-    rolled = [
-        (1, 1, 2, 168),
-        (2, 1, 2, 168),
-        (2, 1, 2, 0),
-        (2, 2, 2, 168),
-        (1, 1, 3, 168),
-        (2, 1, 3, 168),
-        (1, 2, 2, 168),
-    ]
-    return [(stages, unroll, 0, 0), *rolled[: 2 if quick else None]]
 
 
 def _splits(shape: LinearShape, block_n: int, block_k: int, bucket: int, quick: bool) -> Iterator[int]:
