@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Container, Hashable, Sequence
 from operator import itemgetter
 
 Key = Hashable
@@ -184,9 +184,17 @@ class ChainPolicy(ABC):
             if not node.children and not node.pins:
                 self._offer_victim(node)
 
-    def choose_victims(self, count: int, protected: Set[Key] = frozenset()) -> list[Key] | None:
+    def choose_victims(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
         """Choose `count` pages to evict, least valuable first and children before parents; None when pins and
         `protected` leave fewer. Changes nothing: the caller evicts and reports each page with `remove_page`."""
+        heap = self._heap
+        while count == 1 and heap:  # nearly always: who is asked for alone stays in the heap until it is removed
+            _, _, version, node = heap[0]
+            if version == node.version and node.resident and not node.pins and not node.children:
+                if node.key in protected:
+                    break
+                return [node.key]
+            heapq.heappop(heap)
         taken: list[Node] = []
         popped: list[tuple[float, int, int, Node]] = []
         lost: dict[Node, int] = {}

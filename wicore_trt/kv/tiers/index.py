@@ -171,32 +171,35 @@ class TierIndex:
         """Reserve slots (so many, or as many as a page usually takes) for a page that is not in the index, evicting
         what the policy gives up first; None when what is left is in use, pinned or of other tenants and this one is at
         its quota."""
-        assert self.find_copy(page.group, page.key) is None, "a page was reserved twice (I6)"
-        need = slots or self.slots_per_page[page.group]
+        need, key, carries = slots or self.slots_per_page[page.group], page.key, page.group == self.primary
         if not self._make_room(need, page):
             return None
         taken = array("I", sorted(self._free[-need:]))  # side by side where that can be: fewer, larger moves
         del self._free[-need:]
         copy = TierCopy(page, taken)
-        node = self._nodes.get(page.key)
+        node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[page.key] = TierNode(page.key, page.tenant)
-        self._unpin_node(node)
+            node = self._nodes[key] = TierNode(key, page.tenant)
+        elif node.pinned:
+            self._unpin_node(node)
+        assert (node.carrier if carries else node.local) is None, "a page was reserved twice (I6)"
         self._get_tenant(page.tenant).slots += need
         self.unsaved_slots += need
-        if page.group != self.primary:
-            node.local = copy
-        else:
+        if carries:
             node.carrier = copy
             for policy in self._find_policies(page.tenant):
-                policy.add_pages([page.key], page.parent)
+                policy.add_pages([key], page.parent)
                 if node.busy:
-                    policy.pin_pages([page.key])
+                    policy.pin_pages([key])
+        else:
+            node.local = copy
         self._count_users(node, 1)
-        self._set_spare(node, node.carrier is None)
-        above = self._nodes.get(page.parent) if page.parent is not None else None
-        if page.key in self._pins and (above is None or above.pinned):
-            self._try_pin_node(node)
+        if node.spare or node.carrier is None:
+            self._set_spare(node, node.carrier is None)
+        if key in self._pins:
+            above = self._nodes.get(page.parent) if page.parent is not None else None
+            if above is None or above.pinned:
+                self._try_pin_node(node)
         return copy
 
     def commit_copy(self, copy: TierCopy, readers: int = 0) -> None:
@@ -422,15 +425,12 @@ class TierIndex:
 
     def _note_users(self, nodes: Sequence[TierNode], used: bool) -> None:
         """Tell the policies that these nodes have become busy, or are not any more."""
-        if not nodes:
-            return
         carriers = [node for node in nodes if node.carrier is not None]
-        if self._quota_slots >= self.num_slots:
+        if carriers and self._quota_slots >= self.num_slots:
             (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])
-        else:
-            for node in carriers:
-                for policy in self._find_policies(node.tenant):
-                    (policy.pin_pages if used else policy.unpin_pages)([node.key])
+        for node in carriers if self._quota_slots < self.num_slots else ():
+            for policy in self._find_policies(node.tenant):
+                (policy.pin_pages if used else policy.unpin_pages)([node.key])
         for node in nodes:
             if node.spare:
                 self._set_spare(node, True)
@@ -461,14 +461,13 @@ class TierIndex:
         return True
 
     def _evict_one(
-        self, stays: Sequence[bytes | None], spare: Iterable[bytes], policy: ChainPolicy, cause: str
+        self, stays: Sequence[bytes | None], spare: Collection[bytes], policy: ChainPolicy, cause: str
     ) -> bool:
         """Make a spare copy leave, else a whole node; the page that is to come and its parent, `stays`, do not."""
-        key = next((key for key in spare if key not in stays[:1]), None)
-        if key is not None:
+        if spare and (key := next((key for key in spare if key not in stays[:1]), None)) is not None:
             leaving, cause = self._nodes[key].copies[-1:], "window"
         else:
-            victims = policy.choose_victims(1, set(stays))
+            victims = policy.choose_victims(1, stays)
             if victims is None:
                 return False
             leaving = self._nodes[victims[0]].copies
