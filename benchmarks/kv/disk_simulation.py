@@ -17,10 +17,10 @@ from itertools import count
 from typing import Any, ClassVar, Literal, cast
 from unittest import mock
 
+from benchmarks.kv.host_costs import HostCosts
 from benchmarks.kv.virtual_disk import (
     BATCH_TOKENS,
     DIGEST,
-    GRAPH_TOKENS,
     PAGE_BYTES,
     PAGE_TOKENS,
     SLICE_TOKENS,
@@ -77,7 +77,7 @@ class Device:
         slices = [(s.start, len(s.token_ids)) for s in batch.slices]
         begun, seconds = self._events.now, self._world.step_s(slices)
         if self.disk.reading:
-            launched = sum(n for _, n in slices) > GRAPH_TOKENS
+            launched = sum(n for _, n in slices) > self._world.graph_tokens
             seconds = max(self._world.drag * seconds, self._world.launch_s * launched)
         self._events.until(begun + seconds)
         self.steps.append((begun, self._events.now, slices))
@@ -88,6 +88,38 @@ class Device:
 
     def close(self) -> None:
         pass
+
+
+class AheadDevice(Device):
+    """An `AheadExecutor` whose host works, too, as `World.host` has it."""
+
+    def __init__(self, world: World, *given: Any) -> None:
+        super().__init__(world, *given)
+        self._host = world.host or HostCosts()
+        self._under_way, self._ended = deque[tuple[float, float, StepBatch]](), 0.0
+
+    def submit(self, batch: StepBatch) -> None:
+        self.copier.flush()
+        slices = [(s.start, len(s.token_ids)) for s in batch.slices]
+        seconds = self._world.step_s(slices) * (self._world.drag if self.disk.reading else 1.0)
+        self._events.work(self._host.step)
+        begun, launched = self._events.now, batch.num_tokens > self._world.graph_tokens
+        self._events.work(self._host.launch * launched)
+        self.steps.append((begun, begun + seconds, slices))
+        self._under_way.append((begun, max(seconds, self._events.now - begun), batch))
+
+    def collect(self) -> StepResult:
+        begun, seconds, batch = self._under_way.popleft()
+        self._ended = max(begun, self._ended) + seconds
+        self._events.until(self._ended)
+        return StepResult([SampledTokens(s.seq_id, (7,)) for s in batch.slices if s.sample])
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self.submit(batch)
+        return self.collect()
+
+    def leads(self, batch: StepBatch) -> bool:
+        return all(s.sample for s in batch.slices)
 
 
 class _Host(HostTier):
@@ -151,7 +183,8 @@ class Engine:
         )
         self.loader = PrefixLoader(self.manager, self.tiers, PAGE_BYTES, self.events.monotonic)
         self.tiers.up.disk_rate = self.loader.observe_disk_read
-        self.device = Device(world, self.events, link, layout, self.disk)
+        device = Device if world.host is None else AheadDevice
+        self.device = device(world, self.events, link, layout, self.disk)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=BATCH_TOKENS,
@@ -233,6 +266,7 @@ class Engine:
 
     def ask(self, tokens: Sequence[int], output: int = 1) -> str:
         name = f"r{next(self._ids)}"
+        self.events.work(self.world.host.prompt if self.world.host is not None else 0.0)
         self.core.add(GenerateRequest(name, tuple(tokens), SamplingParams(max_tokens=output, ignore_eos=True)))
         return name
 
@@ -242,7 +276,8 @@ class Engine:
         outputs = self.core.step()
         if outputs and (broken := [o.error for o in outputs if o.error]):
             raise RuntimeError(broken[0])
-        self.events.until(self.events.now + (self.disk.asked - before) * self.world.page_s)
+        if self.world.host is None:
+            self.events.until(self.events.now + (self.disk.asked - before) * self.world.page_s)
         return outputs
 
     def first_tokens(self, prompts: Sequence[tuple[float, Sequence[int]]]) -> list[float]:

@@ -7,6 +7,7 @@ product's. Steps and copies take the time of 27B's on an H200 (`virtual_disk.Wor
 and are so many times smaller that this machine's memory suffices. So their number and the engine thread's work are
 those of a GPU run; the disk's bytes are not. It must not know how the tiers decide. Invariant: what the disk reads was
 written, and is checked. DIRECTORY should be in memory, with room for 3 GiB.
+After each round it prints what the engine's thread took, as an argument of `benchmarks.kv.sessions_simulation`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from benchmarks.common import say
-from benchmarks.kv.disk_simulation import Device
+from benchmarks.kv.disk_simulation import AheadDevice
+from benchmarks.kv.host_costs import counted
 from benchmarks.kv.on_gpu import AT_ONCE, GIB, HISTORY, PROMPT_TOKENS, SESSIONS, Engine, one_round, turn_orders, watched
 from benchmarks.kv.virtual_disk import (
     BATCH_TOKENS,
+    GRAPH_TOKENS,
     PAGE_BYTES,
     PAGE_TOKENS,
     READS_FIRST,
@@ -95,7 +98,7 @@ class PacedLink:
                 done(cast(Sequence[bytes | None], digests), seconds)
 
 
-class PacedDevice(Device):
+class PacedDevice(AheadDevice):
     """An `AheadExecutor` that takes the time of its steps."""
 
     def __init__(self, copier: PacedLink, layout: KVLayout) -> None:
@@ -112,13 +115,6 @@ class PacedDevice(Device):
         self._ended = max(begun, self._ended) + seconds
         time.sleep(max(0.0, self._ended - time.perf_counter()))
         return StepResult([SampledTokens(s.seq_id, (7,)) for s in batch.slices if s.sample])
-
-    def execute(self, batch: StepBatch) -> StepResult:
-        self.submit(batch)
-        return self.collect()
-
-    def leads(self, batch: StepBatch) -> bool:
-        return all(s.sample for s in batch.slices)
 
 
 def pace_disk(store: Any, bytes_per_s: float) -> None:
@@ -175,7 +171,9 @@ def main() -> None:
     parser.add_argument("--smaller", type=int, default=32, help="times by which pages are smaller")
     parser.add_argument("--link-gb-per-s", type=float, default=50.0)
     parser.add_argument("--disk-gb-per-s", type=float, help="of pages as large as they were; default: what it gives")
+    parser.add_argument("--cpu", action="store_true", help="count the thread's CPU time, where others run, too")
     args = parser.parse_args()
+    clock = time.thread_time if args.cpu else time.perf_counter
     rng = random.Random(3)
     history = [rng.choices(PROMPT_TOKENS, k=HISTORY) for _ in range(SESSIONS)]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
@@ -184,10 +182,12 @@ def main() -> None:
         if args.disk_gb_per_s and tiers is not None:
             pace_disk(tiers.store, 1e9 * args.disk_gb_per_s / args.smaller)
         for turn, order in enumerate(turn_orders("random", rng)):
-            with watched(engine) as went:
+            count = counted(engine.core.executor, clock=clock, graph_tokens=GRAPH_TOKENS)
+            with count as host, watched(engine) as went:
                 seconds, p50, p90, found = one_round(engine, history, order, rng)
             say(", ".join(f"{name} {value:.3g}" for name, value in went.items()))
             say(f"round {turn}: {SESSIONS / seconds:.2f} turns/s, TTFT {p50:.3f} and {p90:.3f}, {found:.2f}")
+            say(f"the engine's thread: {host.costs}")
         engine.core.close()
 
 

@@ -1,6 +1,6 @@
 """Conversations that outgrow the device and the host tier, in virtual time: what is where when a turn comes.
 
-    python -m benchmarks.kv.sessions_simulation [--device 16 --host 16 --disk 56 --disk-gb-per-s 1.65]
+    python -m benchmarks.kv.sessions_simulation [--device 16 --host 16 --disk 56 --disk-gb-per-s 1.65] [--host-ms ...]
 
 The workload of `benchmarks.kv.on_gpu`'s `sessions` at 27B's sizes over the engine of `disk_simulation.py`. It tells
 what a run on a GPU cannot: before each request looks, how much of its prompt a hit could bring from the device, from
@@ -18,8 +18,9 @@ from functools import partial
 from statistics import median, quantiles
 
 from benchmarks.kv.disk_simulation import Engine, Sizes
+from benchmarks.kv.host_costs import HostCosts
 from benchmarks.kv.on_gpu import AT_ONCE, HISTORY, NEW, OUT, PROMPT_TOKENS, SESSIONS, TURNS
-from benchmarks.kv.virtual_disk import PAGE_TOKENS, World
+from benchmarks.kv.virtual_disk import GRAPH_TOKENS, PAGE_TOKENS, World
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
@@ -106,8 +107,15 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=HISTORY, help="tokens before the first turn")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--host-ms", help="of the engine's thread, as `benchmarks.kv.paced` prints it: `HostCosts`")
+    parser.add_argument("--graph-tokens", type=int, default=GRAPH_TOKENS, help="of the largest step that has a graph")
     given = parser.parse_args()
-    world = World(((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=DRAG, page_s=PAGE_S)
+    host = None if given.host_ms is None else HostCosts(*map(float, given.host_ms.split(",")))
+    drag = DRAG if host is None else 1.0  # which is its thread's part
+    world = World(
+        ((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=drag, page_s=PAGE_S, host=host,
+        graph_tokens=given.graph_tokens,
+    )  # fmt: skip
     sizes = Sizes(given.device, given.host, given.disk, AT_ONCE)
     rows = play(world, sizes, given.conversations, given.history, given.turns, given.seed)
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))

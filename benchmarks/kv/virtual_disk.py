@@ -17,6 +17,7 @@ from itertools import count
 from queue import Empty
 from typing import Any
 
+from benchmarks.kv.host_costs import HostCosts
 from wicore_trt.kv.disk.io import Outcome, Probe
 from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.pages.page import Page
@@ -51,8 +52,11 @@ class World:
     """How many times as long a step takes that begins while the disk is read."""
     launch_s: float = 0.0
     """What such a step takes at least for which there is no graph: its launches, beside the threads that read."""
+    graph_tokens: int = GRAPH_TOKENS
     page_s: float = 4e-5
-    """Of the engine's thread for each page that it asks for."""
+    """Of the engine's thread for each page that it asks for, where `host` does not say more."""
+    host: HostCosts | None = None
+    """Of the engine's thread, which then runs a step ahead of the device and works while that computes."""
 
     def step_s(self, slices: Sequence[tuple[int, int]]) -> float:
         """Of a step that computes (start, count) of each sequence. 32K take 1.83 s and 130,000 tokens 10.1 s."""
@@ -85,6 +89,10 @@ class Events:
             work()
         if not over() and end < math.inf:
             self.now = max(self.now, end)
+
+    def work(self, ms: float) -> None:
+        """Let time pass in which the engine's thread works."""
+        self.until(self.now + 1e-3 * ms)
 
     # in place of the module `time`
     def monotonic(self) -> float:
@@ -172,6 +180,8 @@ class Disk:
         if len(self._queues[urgent]) >= QUEUE_LIMIT:
             return False
         self.asked += urgent
+        if urgent and world.host is not None:
+            self._events.work(world.host.ask)
         slow = world.slow_in and self._rng.random() * world.slow_in < 1
         self._queues[urgent].append(
             _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted, urgent)
@@ -245,10 +255,16 @@ class Link:
         return DIGEST
 
     def to_host(self, group: str, slot: int, parts: object, done: Done, *, settled: bool = False) -> None:
+        self._work(1, "store")
         self._asked.append(("out", PAGE_BYTES[group], partial(done, DIGEST)))
 
     def to_device(self, group: str, slots: Sequence[int], pages: object, done: CameIn) -> None:
+        self._work(len(slots), "land")
         self._asked.append(("in", len(slots) * PAGE_BYTES[group], partial(done, [DIGEST] * len(slots))))
+
+    def _work(self, pages: int, what: str) -> None:
+        if self._world.host is not None:
+            self._events.work(pages * getattr(self._world.host, what))
 
     def flush(self) -> None:
         asked, self._asked = self._asked, []

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.kv import disk_simulation
 from benchmarks.kv.disk_simulation import Case, Engine, Sizes
 from benchmarks.kv.disk_worlds import judge, random_case
 from benchmarks.kv.virtual_disk import World
@@ -59,11 +58,10 @@ def test_a_read_that_hangs_costs_a_step_at_times():
 
 
 @pytest.mark.parametrize("tokens", [4096, 8192])
-def test_steps_beside_a_disk_hide_their_launches(tokens, monkeypatch):
+def test_steps_beside_a_disk_hide_their_launches(tokens):
     """As on an H200 without graphs for them, where steps of 1,024 tokens took 67 ms beside a load, and 4K that the disk
     could not bring in time 0.27 s in place of 0.21."""
-    monkeypatch.setattr(disk_simulation, "GRAPH_TOKENS", 384)
-    case = Case(World(((0.0, 1.4e9),), launch_s=0.067), ((0.0, tokens, 0),))
+    case = Case(World(((0.0, 1.4e9),), launch_s=0.067, graph_tokens=384), ((0.0, tokens, 0),))
     found = judge(case)
     assert found.holds, str(found)
     assert found.product <= 1.10 * found.compute

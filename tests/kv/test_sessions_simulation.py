@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kv import disk_simulation
 from benchmarks.kv.disk_simulation import Sizes
 from benchmarks.kv.sessions_simulation import play
 from benchmarks.kv.virtual_disk import World
@@ -22,12 +21,11 @@ def test_a_host_tier_for_half_of_the_conversations_keeps_a_third_of_them_in_rand
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [3, 4])
-def test_a_disk_brings_conversations_while_others_decode(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_brings_conversations_while_others_decode(seed: int) -> None:
     """All that is found is what the disk brings: device and host memory have a seventh each time. Where requests were
     read ahead of that did not wait, and where loads shared the disk, a quarter was found in both rounds together; half
     where steps that the disk slows down ruled out loads that spare others. Steps as on an H200's machine."""
-    monkeypatch.setattr(disk_simulation, "GRAPH_TOKENS", 768)
-    world = World(((0.0, 1.65e9),), launch_s=0.09, drag=1.1)
+    world = World(((0.0, 1.65e9),), launch_s=0.09, drag=1.1, graph_tokens=768)
     rows = play(world, Sizes(16.0, 16.0, 56.0), conversations=48, history=8192, turns=3, seed=seed)
     assert sum(row["found"] for row in rows[1:]) > 0.75, rows
 
