@@ -270,7 +270,8 @@ class LowerTiers:
         """Let saves end within `timeout_s`, then stop the threads. A hung disk does not hold it up."""
         end = time.monotonic() + timeout_s
         try:
-            self.wait_idle(timeout_s)
+            if self.movers.copier.broken is None:  # else no copy ends any more
+                self.wait_idle(timeout_s)
         finally:
             if self.backing is not None:
                 self.backing.close()
