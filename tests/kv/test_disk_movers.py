@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -223,6 +225,41 @@ def test_who_asks_waits_for_no_disk_whatever_the_digest(tmp_path: Path, monkeypa
     wait_until(lambda: len(ends) == 6)
     assert ends == [Outcome.OK] * 6 and {bytes(target) for target in targets} == {content(0, 0)}
     store.close()
+
+
+def test_a_thread_that_does_not_start_fails_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no thread left, a move ends, and a later one starts the thread."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "wicore-disk" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    store = open_store(tmp_path, threads=1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    write = partial(store.write_page, probe=Probe(lambda parts: b"d" * 16, SLOT), expected=b"d" * 16)
+    assert wait_for(write, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.FAILED
+    assert wait_for(write, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK and refused
+    store.close()
+
+
+OPEN_TOO_MANY = """
+import ctypes, pathlib, resource
+from wicore_trt.plugins.cpu_library import open_library
+library = open_library()
+library.wicore_disk_open.restype = ctypes.c_void_p
+bound = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (24 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+print(library.wicore_disk_open(ctypes.c_int64(1000), None, None))
+"""
+
+
+def test_threads_that_do_not_start_do_not_end_the_process() -> None:
+    """The library says so, and those that did start end."""
+    ran = subprocess.run([sys.executable, "-c", OPEN_TOO_MANY], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "None\n"), ran.stderr
 
 
 def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,12 @@ class Mover {
   Mover(int64_t threads, wicore_disk_call read, wicore_disk_call write)
       : read_(read ? read : system_call<preadv>), write_(write ? write : system_call<pwritev>),
         workers_(static_cast<size_t>(threads)) {
-    for (Worker& worker : workers_) worker.thread = std::thread([this, &worker] { work(worker); });
+    try {
+      for (Worker& worker : workers_) worker.thread = std::thread([this, &worker] { work(worker); });
+    } catch (const std::system_error&) {  // the others would end the process when they are destroyed
+      close();
+      throw;
+    }
   }
 
   void close() {
@@ -149,7 +154,9 @@ class Mover {
     }
     wake_.notify_all();
     ended_.notify_all();
-    for (Worker& worker : workers_) worker.thread.join();
+    for (Worker& worker : workers_) {
+      if (worker.thread.joinable()) worker.thread.join();
+    }
   }
 
   void begin(const wicore_disk_move* move) {

@@ -85,8 +85,9 @@ class NativeMover(PageMover):
         if probe is not None and not hasattr(keyed, "words"):
             with self._lock:
                 while len(self._helpers) < self._threads:
-                    self._helpers.append(threading.Thread(target=self._make_others, name="wicore-disk", daemon=True))
-                    self._helpers[-1].start()
+                    helper = threading.Thread(target=self._make_others, name="wicore-disk", daemon=True)
+                    helper.start()  # raises where the system has no thread left: the move fails, none waits for ever
+                    self._helpers.append(helper)
             self._others.put((move, op, landed))
             return None
         buffers, places = list(map(c_char.from_buffer, move.parts)), list[int]()
