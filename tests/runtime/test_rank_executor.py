@@ -217,8 +217,12 @@ def test_time_in_which_all_ranks_are_suspended_does_not_count_as_silence(
     try:
         process = executor._group.processes[0]
         process.send_signal(signal.SIGSTOP)
+        now, end = time.monotonic, time.monotonic() + 60
+        threads = Path(f"/proc/{process.pid}/task")
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
+            assert now() < end  # on a busy machine they go on for a while
+            time.sleep(0.01)
         monkeypatch.setattr(exchange, "_receive_byte", note_glance)
-        now = time.monotonic
         monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now() + 1000))
         with ThreadPoolExecutor(1) as pool:
             step = pool.submit(executor.execute, StepBatch([greedy_slice()]))
