@@ -186,24 +186,10 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
     assert process.returncode == -signal.SIGKILL
 
 
-def test_ranks_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
-    write_tiny_source(tmp_path / "source")
-    with ThreadPoolExecutor(1) as pool:
-        executor = pool.submit(open_tiny, tmp_path, 2).result()
-        thread = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")
-    try:
-        end = time.monotonic() + 60
-        while thread.exists():  # the kernel signals a thread's children before it forgets the thread
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert executor.execute(StepBatch([greedy_slice()])).sampled
-    finally:
-        executor.close()
-
-
-def test_time_in_which_all_ranks_are_suspended_does_not_count_as_silence(
+def test_ranks_outlive_the_thread_that_started_them_and_a_suspension(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Time in which all ranks are suspended does not count as silence."""
     write_tiny_source(tmp_path / "source")
     monkeypatch.setattr(ranks, "SILENCE_S", 60.0)
     waited, receive = threading.Event(), exchange._receive_byte
@@ -213,11 +199,16 @@ def test_time_in_which_all_ranks_are_suspended_does_not_count_as_silence(
             waited.set()
         return byte
 
-    executor = open_tiny(tmp_path, 2)
+    with ThreadPoolExecutor(1) as pool:
+        executor = pool.submit(open_tiny, tmp_path, 2).result()
+        thread = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")
+    now, end, process = time.monotonic, time.monotonic() + 60, executor._group.processes[0]
     try:
-        process = executor._group.processes[0]
+        while thread.exists():  # the kernel signals a thread's children before it forgets the thread
+            assert now() < end
+            time.sleep(0.01)
+        assert executor.execute(StepBatch([greedy_slice()])).sampled
         process.send_signal(signal.SIGSTOP)
-        now, end = time.monotonic, time.monotonic() + 60
         threads = Path(f"/proc/{process.pid}/task")
         while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
             assert now() < end  # on a busy machine they go on for a while
