@@ -476,14 +476,15 @@ class TierIndex:
         return True
 
     def _remove_copy(self, copy: TierCopy, cause: str, *, lost: bool = False) -> None:
-        node, page, count = self._nodes[copy.page.key], copy.page, len(copy.slots)
+        page, count, state = copy.page, len(copy.slots), copy.state
+        node = self._nodes[page.key]
         if page.group == self.primary:
             for policy in self._find_policies(page.tenant):
                 policy.remove_page(page.key)
             node.carrier = None
         else:
             node.local = None
-        if copy.ready:
+        if state is CopyState.READY:
             self.pages[page.group] -= 1
             self.evictions[cause] += 1
         tenant = self._get_tenant(page.tenant)
@@ -492,9 +493,10 @@ class TierIndex:
             self.unsaved_slots -= count
         if node.pinned:
             self.pinned_slots -= count
-        if users := copy.readers + (copy.state is CopyState.WRITING):  # they no longer count for the node
+        if users := copy.readers + (state is CopyState.WRITING):  # they no longer count for the node
             self._count_users(node, -users)
-        self._set_spare(node, node.carrier is None and node.local is not None)
+        if node.spare or node.local is not None:
+            self._set_spare(node, node.carrier is None and node.local is not None)
         if node.carrier is node.local is None:
             del self._nodes[page.key]
             if not tenant.slots:
