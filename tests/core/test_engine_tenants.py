@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import gc
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -52,7 +51,7 @@ async def last_of(stream):
 
 
 async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_other():
-    engine = await started()
+    engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
     engine.engine._loop._core.executor.step_s = 0.005  # so that alice is not done when bob is
     a = await engine.submit(text_request("turn-7", "alice", params=FOREVER))
     b = await engine.submit(text_request("turn-7", "bob", prompt="other"))
@@ -62,7 +61,7 @@ async def test_two_tenants_use_one_request_id_at_once_and_neither_aborts_the_oth
     assert (await last_of(b)).finish_reason is FinishReason.LENGTH
     assert not engine.abort_request("turn-7", "bob")
     assert engine.abort_request("turn-7", "alice")
-    assert (await last_of(a)).finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert (await last_of(a)).finish_reason is FinishReason.CANCELLED
     assert not engine._keys
     await engine.close()
 
@@ -282,10 +281,9 @@ async def test_a_timeout_passes_while_a_request_waits_for_a_thread(blocked):
     if blocked == "constraint":
         params = dataclasses.replace(GREEDY, constraint=Constraint(ConstraintKind.REGEX, "a"))
         timed = dataclasses.replace(timed, prompt="short", params=params)
-    begun = time.monotonic()
     with pytest.raises(DeadlineError):
-        await asyncio.wait_for(engine.encode_long_prompt(timed), 20)
-    assert time.monotonic() - begun < 10 and len(slow.begun) == 2
+        await engine.encode_long_prompt(timed)
+    assert len(slow.begun) == 2 and not slow.go_on.is_set()
     slow.go_on.set()
     await asyncio.gather(*others)
     in_time = await engine.encode_long_prompt(dataclasses.replace(timed, timeout_s=60.0))

@@ -46,7 +46,7 @@ async def test_threads_without_work_end_and_others_begin(monkeypatch):
     work = Offload(1)
     for _ in range(2):
         ident = await work.run_function("", threading.get_ident)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while any(thread.ident == ident for thread in threading.enumerate()):
             assert time.monotonic() < end
             await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core, prompt_logprobs
+from fakes import FAKE_INFO, FakeTokenizer, Gate, greedy, make_core, prompt_logprobs
 from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
 from wicore_trt.core.text_engine import TextEngine
@@ -31,11 +31,15 @@ async def started(max_waiting: int = 100, **kwargs) -> TextEngine:
     return engine
 
 
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def at_rest(engine: TextEngine) -> None:
     """Wait until the engine thread has ended every sequence, aborts included."""
-    async with asyncio.timeout(60):
-        while engine.engine._loop.live_ids():
-            await asyncio.sleep(0.005)
+    await until(lambda: not engine.engine._loop.live_ids())
 
 
 async def collect(stream):
@@ -92,14 +96,18 @@ async def test_a_slow_reader_loses_nothing():
 async def test_closing_a_stream_stops_the_engine_within_a_step():
     engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
     executor = engine.engine._loop._core.executor
-    executor.step_s = 0.01
-    streams = [await engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(5)]
-    for stream in streams:
-        await anext(stream)
-        await stream.aclose()
-    steps = len(executor.steps)
-    await at_rest(engine)
-    assert len(executor.steps) <= steps + 2
+    with Gate(executor) as gate:
+        gate.let()
+        streams = [await engine.submit(TextRequest(f"{i}", FOREVER, prompt=f"p{i}")) for i in range(5)]
+        for stream in streams:
+            await anext(stream)
+        gate.left = 0
+        await until(lambda: gate.waits)
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: len(engine.engine._loop._inbox) == 5)
+        gate.let(2)
+        await at_rest(engine)
     steps = len(executor.steps)
     await asyncio.sleep(0.1)
     assert len(executor.steps) == steps, "the engine computes for nobody"
@@ -107,7 +115,8 @@ async def test_closing_a_stream_stops_the_engine_within_a_step():
     await engine.close()
 
 
-async def test_abort_deadline_and_drain_end_streams_with_their_reasons():
+async def test_abort_deadline_and_drain_end_streams_with_their_reasons(monkeypatch):
+    monkeypatch.setattr("wicore_trt.core.text_engine.LATE_S", 60.0)
     engine = await started(max_context=4000, pages={"global": 1000, "local": 1000})
     engine.engine._loop._core.executor.step_s = 0.005
     streams = {

@@ -62,7 +62,7 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
 
     def prepare(image: ImageFile, info: ImageInfo) -> ImageFile:
         begun.release()
-        assert gate.wait(30)
+        assert gate.wait(60)
         return replace(image, data=b"", pixels=(bytes(3 * info.size**2),), digests=(bytes(32),))
 
     monkeypatch.setattr(text_engine, "prepare_image", prepare)
@@ -78,7 +78,7 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
     ]
     pictures = [asyncio.create_task(engine.encode_long_prompt(request)) for request in asked]
     await asyncio.to_thread(begun.acquire)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         made = await engine.encode_long_prompt(TextRequest("c", params(), prompt="a text", tenant="c"))
     assert made.prompt_token_ids and not any(task.done() for task in pictures)
     gate.set()

@@ -64,7 +64,6 @@ def test_specials_in_a_source_or_checkpoint_are_refused(kind: str, tmp_path: Pat
     assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".*")]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "command", [["inspect"], ["serve", "--grpc-port", "0", "--http-port", "0"]], ids=["inspect", "serve"]
 )
@@ -75,7 +74,7 @@ def test_specials_in_an_engine_are_refused(command: list[str], tmp_path: Path) -
         engine = build_engine(source, tmp_path / f"engine-{kind}").path
         put(engine / "engine.json", kind)
         line = [sys.executable, "-m", "wicore_trt.cli.main", command[0], str(engine), *command[1:]]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=25)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=100)
         assert done.returncode == 4 and "engine.json" in done.stderr, done.stderr
         assert "bug in wicore" not in done.stderr and "Traceback" not in done.stderr
 

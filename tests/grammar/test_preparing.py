@@ -131,7 +131,7 @@ def test_where_no_thread_can_be_started_the_next_constraint_tries_again(monkeypa
             loop.add(GenerateRequest("a", (5, 6), CHOICE))
     assert not loop.live_ids(), "nothing is left of the one that was refused"
     loop.add(GenerateRequest("b", (5, 6), CHOICE))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (loop.live_ids() or not ended or ended[-1].finish_reason is None) and time.monotonic() < deadline:
         time.sleep(0.01)  # the loop counts a sequence as ended before it emits the last output
     assert not loop.live_ids() and ended[-1].finish_reason is FinishReason.STOP

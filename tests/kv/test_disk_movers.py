@@ -144,7 +144,7 @@ class Gate(Files):
 
     def __init__(self, *, writes: bool = False) -> None:
         self.open_again, self.writes = threading.Event(), writes
-        self.waiting = 0
+        self.waiting, self.counts = 0, threading.Lock()
 
     def preadv(self, fd: int, buffers: object, offset: int) -> int:
         self._wait(not self.writes)
@@ -155,8 +155,9 @@ class Gate(Files):
         return os.pwritev(fd, buffers, offset)  # type: ignore[arg-type]
 
     def _wait(self, held: bool) -> None:
-        self.waiting += held
-        assert not held or self.open_again.wait(30)
+        with self.counts:
+            self.waiting += held
+        assert not held or self.open_again.wait(60)
 
 
 def test_no_read_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,7 @@ def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def wait_until(true: object) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not true():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.001)
