@@ -191,6 +191,21 @@ def test_a_step_makes_one_event_of_pages_that_come_in_turn_from_two_groups():
     assert log.list_since(-1) is None
 
 
+def test_a_page_comes_behind_its_parent_from_another_tier():
+    """The parent left the device and host memory before, and its bytes are on disk only now."""
+    keys = [bytes([n]) * 32 for n in range(5)]
+    chain = [Page(key, "global", n, keys[n - 1] if n else None, TENANT, b"abcd") for n, key in enumerate(keys)]
+    log = KVEventLog(1000)
+    for tier, *numbers in (("host", 0, 2, 3), ("disk", 1, 2), ("device", 3, 4)):
+        for n in numbers:
+            log.append_stored(tier, chain[n])
+    log.publish_step()
+    assert [(event.tier, event.pages) for event in log.list_since(0)] == [
+        ("host", (chain[0],)), ("disk", (chain[1], chain[2])), ("host", (chain[2],)),
+        ("device", (chain[3],)), ("host", (chain[3],)), ("device", (chain[4],)),
+    ]  # fmt: skip
+
+
 def test_pages_without_tokens_are_told_of_apart_when_they_leave():
     """Routers, who match by tokens, never heard of them."""
     log = KVEventLog(1000)

@@ -14,7 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from msgspec import Struct
@@ -73,11 +74,20 @@ _TIERS = ("device", "host", "disk")
 
 
 def _cut_batches(changes: _Changes) -> list[_Batch]:
-    """Cut a step's changes into batches, in an order in which each page comes before those that follow it: it is in
-    the global group too, and came from a tier that is told of before or had it until now."""
+    """Cut a step's changes into batches, in an order in which each page comes before those that follow it: in all
+    tiers, and the global group first. Pages whose parent comes with a later tier alone are told of behind all tiers."""
     came, left = list[_Batch](), list[_Batch]()
-    for place, found in sorted(changes.items(), key=lambda entry: (entry[0][1], _TIERS.index(entry[0][0]))):
-        pages = sorted((page for page in found.values() if isinstance(page, Page)), key=attrgetter("index"))
+    ordered = sorted(changes.items(), key=lambda entry: (entry[0][1], _TIERS.index(entry[0][0])))
+    untold = {(place[1], key) for place, found in ordered for key in found if isinstance(found[key], Page)}
+    late = list[tuple[_Place, Page]]()
+    for place, found in ordered:
+        pages = []
+        for page in sorted((page for page in found.values() if isinstance(page, Page)), key=attrgetter("index")):
+            if (page.group, page.parent) in untold:
+                late.append((place, page))
+            else:
+                untold.discard(page.name)
+                pages.append(page)
         came += _cut_batch(place, None, pages)
         causes: dict[str, list[bytes]] = {}
         for key, cause in found.items():
@@ -85,6 +95,9 @@ def _cut_batches(changes: _Changes) -> list[_Batch]:
                 causes.setdefault(cause, []).append(key)
         for cause, keys in causes.items():
             left += _cut_batch(place, cause, keys)
+    late.sort(key=lambda entry: (entry[0][1], entry[1].index))
+    for place, entries in groupby(late, itemgetter(0)):
+        came += _cut_batch(place, None, [page for _, page in entries])
     return came + left
 
 
