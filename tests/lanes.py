@@ -21,7 +21,7 @@ class Event:
         self.happened = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.happened.wait(20), "an event that nobody reaches"
+        assert self.happened.wait(60), "an event that nobody reaches"
 
     def seconds_after(self, earlier: Event) -> float:
         assert earlier.happened.is_set() and self.happened.is_set()

@@ -105,7 +105,7 @@ def test_an_error_does_not_wait_for_a_full_pipe_that_nobody_reads():
         os.set_blocking(writer, True)
     code = "from wicore_trt.cli import main; main.run_command(['serve', '/nonexistent/engine'])"
     try:
-        subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=20, check=True)
+        subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60, check=True)
     finally:
         os.close(reader)
         os.close(writer)

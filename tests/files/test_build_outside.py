@@ -46,7 +46,7 @@ def put(path: Path, kind: str) -> None:
     SPECIALS[kind](path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPECIALS)
 def test_specials_in_a_source_or_checkpoint_are_refused(kind: str, tmp_path: Path) -> None:
     for number, name in enumerate(SOURCE):

@@ -94,11 +94,11 @@ class Server:
         path = Path(self._report)
         path.unlink(missing_ok=True)
         os.kill(self.front, signal.SIGUSR1)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not path.exists() and time.monotonic() < end:
             time.sleep(0.02)
         found: dict[str, int] = json.loads(path.read_text())
-        with urllib.request.urlopen(f"{self.http}/v1/stats", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.http}/v1/stats", timeout=60) as answer:
             stats = json.load(answer)
         found |= {"running": stats["requests_running"], "waiting": stats["requests_waiting"]}
         found |= {"pages": sum(pool["used_pages"] for pool in stats["pools"])}

@@ -377,7 +377,7 @@ def check_idle_index(index: TierIndex) -> None:
     assert not state.users, "a page is in use for ever"
 
 
-def wait_for(condition, timeout_s: float = 30.0) -> bool:
+def wait_for(condition, timeout_s: float = 60.0) -> bool:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

@@ -214,12 +214,12 @@ def test_many_at_once(tmp_path: Path) -> None:
     for page, slots in pages.items():
         assert store.write_page(page, slots, buffers([content(page.index, 0), content(page.index, 1)]), done)
     for _ in pages:
-        assert ended.acquire(timeout=30)
+        assert ended.acquire(timeout=60)
     targets = {page: [aligned_buffer(SLOT), aligned_buffer(SLOT)] for page in pages for _ in range(3)}
     for page, slots in pages.items():
         assert store.read_page(page, slots, targets[page], done)
     for _ in pages:
-        assert ended.acquire(timeout=30)
+        assert ended.acquire(timeout=60)
     assert outcomes == [Outcome.OK] * 100 and store.queue_depth == 0
     for page, found in targets.items():
         assert [bytes(part) for part in found] == [content(page.index, 0), content(page.index, 1)]
@@ -244,7 +244,7 @@ class Weak(Files):
         return [memoryview(buffers[0])[: 512 * random.randint(1, 8)]]
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.gate.wait(30)
+        self.gate.wait(60)
         if self.read_error is not None:
             raise OSError(self.read_error, os.strerror(self.read_error))
         return super().preadv(fd, self._cut(buffers), offset)
@@ -253,7 +253,7 @@ class Weak(Files):
         gate, gated = self.gate, self.gated_bytes in (None, len(buffers[0]))  # who sees it may have another gate then
         self.seen.append(len(buffers[0]))
         if gated:
-            gate.wait(30)
+            gate.wait(60)
         if self.error is not None and len(buffers) > 1:
             raise OSError(self.error, os.strerror(self.error))
         return super().pwritev(fd, self._cut(buffers), offset)
@@ -311,7 +311,7 @@ def test_no_record_names_what_is_being_overwritten(tmp_path: Path) -> None:
         time.sleep(0.001)
     assert not index.read_bytes()[3 * RECORD : 4 * RECORD].strip(b"\0"), "the data of slot 3 changes now"
     files.gate.set()
-    assert ended.acquire(timeout=10) and ended.acquire(timeout=10)
+    assert ended.acquire(timeout=60) and ended.acquire(timeout=60)
     store.close()
 
 
@@ -344,10 +344,10 @@ def test_a_write_that_hung_is_not_found_again_though_it_succeeded(tmp_path: Path
         time.sleep(0.001)
     hurry(store._pool, 0.05)
     with told:
-        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT], 30) and store.stalled
+        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT], 60) and store.stalled
         assert not store.read_page(make_page(2), (0,), buffers(PARTS[:1]), done)
         files.gate.set()
-        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT, Outcome.RETURNED], 30)
+        assert told.wait_for(lambda: seen == [Outcome.TIMEOUT, Outcome.RETURNED], 60)
     hurry(store._pool, 30.0)
     assert get(store, page, (3,))[0] is Outcome.CORRUPT
     assert get(store, make_page(2), (0,)) == (Outcome.OK, PARTS[:1])

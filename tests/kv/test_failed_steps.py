@@ -198,7 +198,7 @@ class Gate(Files):
     def pwritev(self, fd, buffers, offset):
         if not self.opened.is_set():
             self.waiting.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(60)
         return super().pwritev(fd, buffers, offset)
 
 

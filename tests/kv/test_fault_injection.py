@@ -289,7 +289,7 @@ def test_hung_calls_end_when_released(probe: Probe) -> None:
     thread.join(0.05)
     assert thread.is_alive()
     probe.plan.release()
-    thread.join(30)
+    thread.join(60)
     assert results == [(2 * SLOT, RIGHT)]
 
 

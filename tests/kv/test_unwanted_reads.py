@@ -26,10 +26,10 @@ def occupy(store, free):
     def run(op):
         if pool._elsewhere:
             return held.append(op)
-        return Outcome.OK if free.wait(20) else Outcome.FAILED
+        return Outcome.OK if free.wait(60) else Outcome.FAILED
 
     def end_held():
-        free.wait(20)
+        free.wait(60)
         for op in held:
             pool.end_operation(op, Outcome.OK)
         pool.begin_urgent()

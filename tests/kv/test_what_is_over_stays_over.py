@@ -117,16 +117,16 @@ def test_bytes_that_are_to_go_go_also_when_the_write_over_them_fails(tmp_path):
     store.write_page(
         make_page(1), (0,), buffers([content(1, 0)]), lambda _: done.set(), expires=int(time.time()) + 1000
     )
-    assert done.wait(10)
-    store._pool.submit_operation(lambda op: (busy.set(), free.wait(10), Outcome.OK)[2], lambda outcome: None)
-    assert busy.wait(10)
+    assert done.wait(60)
+    store._pool.submit_operation(lambda op: (busy.set(), free.wait(60), Outcome.OK)[2], lambda outcome: None)
+    assert busy.wait(60)
     store.erase_slots((0,))
     outcomes: list[Outcome] = []
     written = threading.Event()
     files.fails = True
     store.write_page(make_page(2), (0,), buffers([content(2, 0)]), lambda o: (outcomes.append(o), written.set()))
     free.set()
-    assert written.wait(10) and outcomes == [Outcome.FAILED]
+    assert written.wait(60) and outcomes == [Outcome.FAILED]
     files.fails = False
     store.close()
     store = open_store(tmp_path / "kv", files=files)

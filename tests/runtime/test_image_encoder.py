@@ -154,7 +154,7 @@ def test_begin_returns_at_once_and_steps_run_beside_an_encoding(source: RandomEn
     encoder = executor.images
     assert isinstance(encoder, ThreadEncoder) and encoder.features.shape == (2, 4, model.spec.hidden_size)
     free, encode = threading.Event(), encoder._encode
-    encoder._encode = lambda pixels: encode(pixels) if free.wait(20) else torch.zeros(0)
+    encoder._encode = lambda pixels: encode(pixels) if free.wait(60) else torch.zeros(0)
     _begin(encoder, 0, random_pixels(0, 56))
     driver = PagedDriver(executor, 0)
     logits = driver.step([(driver.new_sequence(), [1, 2, 3])])
@@ -176,7 +176,7 @@ def test_closing_waits_for_no_image(source: RandomEncoder) -> None:
 
     encoder = ThreadEncoder(source.weights.spec, 2, torch.float32, encode, model.stop)
     encoder.begin(0, bytes(encoder.pixel_bytes))
-    assert inside.wait(10)
+    assert inside.wait(60)
     encoder.close()
     assert encoder.take_ended() == []
 

@@ -29,7 +29,7 @@ NEWEST = b"\xbe"
 def answer(address: str, path: bytes, *fields: bytes) -> bytes:
     """What comes back for a call with an empty message whose header block is that of `path` and these fields."""
     with connect(address) as opened:
-        opened.settimeout(30)
+        opened.settimeout(60)
         block = headers(path) + b"".join(fields)
         opened.sendall(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, block))
         opened.sendall(frame(DATA, END_STREAM, 1, bytes(5)))

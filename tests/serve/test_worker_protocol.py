@@ -142,7 +142,7 @@ async def test_a_tokenizer_is_packed_once_whoever_asks_and_leaves(monkeypatch):
 
     def pack(made: bytes) -> bytes:
         packed.append(made)
-        assert go.wait(30)
+        assert go.wait(60)
         return made
 
     directory = SimpleNamespace(
