@@ -24,7 +24,7 @@ from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import find_backend
 from wicore_trt.errors import CheckpointError, EngineFormatError, RankError
 from wicore_trt.llm import LLM
-from wicore_trt.runtime import exchange, ranks
+from wicore_trt.runtime import exchange, rank_process, ranks
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.options import ExecutorOptions
@@ -254,6 +254,18 @@ def test_a_rank_that_cannot_open_its_part_is_an_error(tmp_path: Path) -> None:
     weights.write_bytes(bytes(weights.stat().st_size))  # rank 0 does not read them
     with pytest.raises(EngineFormatError, match="rank1.safetensors cannot be read"):
         find_backend("torch").open(engine, ExecutorOptions(device="cpu", threads=1, kv_pages=PAGES))
+
+
+def test_a_refusal_that_nobody_hears_ends_a_rank_all_the_same(tmp_path: Path) -> None:
+    """The first rank that is refused ends the engine, so the second may find nobody."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    start = {"rank": 1, "ranks": 2, "control": ours.detach(), "peers": {}, "memory": create_memory(2), "options": {}}
+    rank_process.main(start | {"engine": str(tmp_path), "opener": f"{__name__}:refuse_rank"})
+
+
+def refuse_rank(*given: object) -> None:
+    raise EngineFormatError("No rank opens this.")
 
 
 @pytest.mark.long  # by tiny models in every run: `test_logits_are_those_of_one_rank`

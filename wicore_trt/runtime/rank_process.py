@@ -49,7 +49,8 @@ def main(start: Mapping[str, Any]) -> None:
         control.send("ready")
         _Rank(control, executor, start).obey_messages()
     except WicoreError as error:
-        control.send("refused", type(error).__name__, error.message, error.fix)
+        with suppress(OSError):  # nobody hears it where another rank was refused before
+            control.send("refused", type(error).__name__, error.message, error.fix)
     except (RankError, BrokenPipeError, ConnectionResetError) as error:
         log.warning("%s; this rank ends", error)
     except Exception:
