@@ -196,7 +196,7 @@ async def test_a_watcher_that_reads_nothing_holds_up_no_change_of_status():
 
 async def test_a_log_that_nobody_reads_hangs_nothing_and_says_what_it_lost():
     """A pipe holds 64 KiB; 800 access lines are some 130 KiB. SIGTERM ends the process in spite of it."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     done = await asyncio.to_thread(
         subprocess.Popen, [sys.executable, str(HERE / "fake_server.py"), "{}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
