@@ -13,8 +13,8 @@ from backend_trtllm.trtllm_build_stand_in import BadCheckpointError, check_check
 from backend_trtllm.trtllm_checkpoints import CONFIG, checkpoint
 from safetensors.torch import load_file
 
-from wicore_trt.backends.trtllm import checkpoint as trtllm_checkpoint
 from wicore_trt.backends.trtllm.checkpoint import export_checkpoint
+from wicore_trt.checkpoint import safetensors_io
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.errors import CheckpointError, ConfigError
 
@@ -25,7 +25,7 @@ TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every matrix takes several blocks, the last one short."""
-    monkeypatch.setattr(trtllm_checkpoint, "_BLOCK_ITEMS", 7 * 32)
+    monkeypatch.setattr(safetensors_io, "BLOCK_ITEMS", 7 * 32)
 
 
 def export(made: Checkpoint, *, kv_fp8: bool = False) -> Path:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
 from tiny_source import open_intact, write_tiny_tokenizer
 
-from wicore_trt.checkpoint import convert as convert_module
+from wicore_trt.checkpoint import safetensors_io
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint
 from wicore_trt.checkpoint.names import Role, Split, UnifiedTensor, unified_tensors
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every tensor takes several blocks, the last one short."""
-    monkeypatch.setattr(convert_module, "_BLOCK_ITEMS", 1000)
+    monkeypatch.setattr(safetensors_io, "BLOCK_ITEMS", 1000)
 
 
 def _expected(tensor: UnifiedTensor, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -172,8 +172,8 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from wicore_trt.checkpoint import convert as module
-module._BLOCK_ITEMS = 1000
+from wicore_trt.checkpoint import convert as module, safetensors_io
+safetensors_io.BLOCK_ITEMS = 1000
 def slow(*call):
     print(*call, flush=True)
     time.sleep(0.02)

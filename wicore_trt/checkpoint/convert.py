@@ -45,7 +45,7 @@ from wicore_trt.checkpoint.names import (
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
-from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter, split_rows
 from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
@@ -57,7 +57,6 @@ from wicore_trt.weight_format import FP8, LAYOUTS, PLAIN, QUANTIZED, VISION, Wei
 
 DTYPES = ("auto", *PLAIN, *QUANTIZED)
 
-_BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
 _STORED = ("F32", "F16", "BF16")
@@ -214,8 +213,7 @@ class _Conversion:
         if (kind := self._source.find_blocks(name)) in HEAD_BLOCKS:
             return HEAD_BLOCKS[kind][0]
         info = self._source.tensors[name]
-        rows, *rest = info.shape
-        pieces = _split_rows(rows, rest) if info.dtype == "F16" else []
+        pieces = split_rows(info.shape) if info.dtype == "F16" else []
         blocks = (self._source.read_rows(name, *piece) for piece in pieces)
         return "float16" if any(tag == "F16" and not fits_bfloat16(block) for block, tag in blocks) else ""
 
@@ -282,8 +280,8 @@ class _Conversion:
 
     def _write_vision(self) -> FileRecord:
         with SafetensorsWriter(self._directory / VISION, self._vision) as writer:
-            for name, tag, (rows, *rest) in self._vision:
-                for start, stop in _split_rows(rows, rest):
+            for name, tag, shape in self._vision:
+                for start, stop in split_rows(shape):
                     block = self._cast_rows(name, (start, stop), tag)
                     if name.endswith(".bias") and "norm" not in name:  # backends round it, as the product's weight
                         run = TAGS[self._dtype]
@@ -297,9 +295,9 @@ class _Conversion:
         entries = list_parts(tensor, tensor.shape, self._dtype, self._weights)
         later: list[list[list[np.ndarray]]] = [[[] for _ in entries[1:]] for _ in shards]
         for part, name in enumerate(tensor.sources):
-            rows, *rest = self._source.tensors[name].shape
+            shape = self._source.tensors[name].shape
             tied_copy = tensor.sources == (HF_EMBEDDING,) and tensor.role is not Role.EMBEDDING
-            for start, stop in _split_rows(rows, rest):
+            for start, stop in split_rows(shape):
                 norm = tensor.role is Role.NORM
                 if storage in LAYOUTS:
                     blocks = self._quantize_rows(tensor, name, (start, stop), counted=not tied_copy)
@@ -308,7 +306,7 @@ class _Conversion:
                 for shard, writer, kept in zip(shards, writers, later, strict=True):
                     low, high = max(start, shard.rows[part][0]), min(stop, shard.rows[part][1])
                     if low < high:
-                        values, *more = (_take_part(b, low - start, high - start, shard, rest) for b in blocks)
+                        values, *more = (_take_part(b, low - start, high - start, shard, shape) for b in blocks)
                         self._moved(writer.write(tensor.name, values))
                         for pieces, piece in zip(kept, more, strict=True):
                             pieces.append(piece)
@@ -372,19 +370,13 @@ class _Conversion:
         return blocks.parts
 
 
-def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, rest: list[int]) -> np.ndarray:
-    """Take rows [low, high) of a part of a weight [rows, *rest], and of these the shard's columns."""
+def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, shape: tuple[int, ...]) -> np.ndarray:
+    """Take rows [low, high) of a part of a weight of this `shape`, and of these the shard's columns."""
     held = part[low:high]
     if shard.columns is None or held.ndim == 1:
         return held
-    first, last = (column * held.shape[1] // rest[0] for column in shard.columns)
+    first, last = (column * held.shape[1] // shape[1] for column in shard.columns)
     return held[:, first:last]
-
-
-def _split_rows(rows: int, rest: list[int]) -> list[tuple[int, int]]:
-    """Split `rows` of the shape `rest` into ranges of a block each."""
-    step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
-    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
 def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:

@@ -28,6 +28,7 @@ TAG_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _ARRAYS = {**STORAGE, "U8": np.uint8, "I32": np.int32, "U32": np.uint32, "I64": np.int64}
 _AGAIN = "Download or convert it again."
 _LFS_POINTER = b"version https://git-lfs"
@@ -45,6 +46,12 @@ class TensorInfo:
     def bytes(self) -> int:
         """Size of a tensor with a safetensors tag."""
         return prod(self.shape) * TAG_BYTES[self.dtype]
+
+
+def split_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Split the rows of a tensor of this `shape` into ranges of a block each."""
+    step = max(1, BLOCK_ITEMS // max(1, prod(shape[1:])))
+    return [(start, min(shape[0], start + step)) for start in range(0, shape[0], step)]
 
 
 class SafetensorsFile:

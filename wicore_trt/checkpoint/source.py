@@ -31,7 +31,7 @@ from wicore_trt.checkpoint.names import (
 )
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, KEYS, describe_form, find_form
-from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo, split_rows
 from wicore_trt.checkpoint.unpack import (
     PackedModule,
     find_input_scales,
@@ -69,7 +69,6 @@ _SHAPES_NOTHING: tuple[Any, ...] = (None, 0, 1, [], {})
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 _AGAIN = "Download it again."
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-_COMPARE_ITEMS = 1 << 22
 
 
 class Source(ABC):
@@ -289,12 +288,9 @@ class HfSource(Source):
 
     def _have_equal_values(self, one: str, other: str) -> bool:
         """Compare two tensors of one shape, some MiB at a time."""
-        rows, width = self.tensors[one].shape
-        step = max(1, _COMPARE_ITEMS // width)
-        spans = ((at, min(rows, at + step)) for at in range(0, rows, step))
         return all(
             np.array_equal(to_float32(*self.read_rows(one, *span)), to_float32(*self.read_rows(other, *span)))
-            for span in spans
+            for span in split_rows(self.tensors[one].shape)
         )
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from wicore_trt.checkpoint.format import (
 )
 from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, from_float32
-from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, split_rows
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import quote_arg
@@ -45,7 +44,6 @@ from wicore_trt.progress import Progress, ignore_progress
 PATTERN_KEY = "_sliding_window_pattern"
 """1.2's spelling, which follows transformers 4.57; earlier versions write it without the underscore."""
 DTYPES = ("bfloat16", "float16")
-_BLOCK_ITEMS = 1 << 22
 _TWIN = {"fc": "gate", "gate": "fc"}
 _log = logging.getLogger(__name__)
 
@@ -134,10 +132,8 @@ def _write_rank(
 
 
 def _read_blocks(file: SafetensorsFile, name: str) -> Iterator[np.ndarray]:
-    rows, *rest = file.tensors[name].shape
-    step = max(1, _BLOCK_ITEMS // max(1, prod(rest)))
-    for start in range(0, rows, step):
-        yield file.read_rows(name, start, min(rows, start + step))
+    for rows in split_rows(file.tensors[name].shape):
+        yield file.read_rows(name, *rows)
 
 
 def _dequantize_blocks(tensor: UnifiedTensor, file: SafetensorsFile) -> Iterator[np.ndarray]:
