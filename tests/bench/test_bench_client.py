@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from bench.made_requests import ask_at_once, ask_in_turn, make_requests
-from serve.serving import make_engine, serving
+from fakes import Gate
+from serve.serving import executor_of, make_engine, serving, until
 
 from wicore_trt.bench.client import GrpcTarget, LocalTarget
 from wicore_trt.bench.workload import BenchRequest
@@ -58,9 +60,14 @@ async def test_a_shared_prefix_shows_as_cached_tokens():
 
 
 async def test_errors_are_records_and_not_exceptions():
-    async with serving(make_engine(max_waiting=2, max_sequences=1, step_s=0.01)) as running:
+    engine = make_engine(max_waiting=2, max_sequences=1)
+    async with serving(engine) as running:
         target = await GrpcTarget.connect(running.address)
-        records = await ask_at_once(target, requests(8))
+        codes = running.server.service._admission.counts.grpc
+        with Gate(executor_of(engine)):
+            asked = asyncio.ensure_future(ask_at_once(target, requests(8)))
+            await until(lambda: codes["Generate", "RESOURCE_EXHAUSTED"])
+        records = await asked
         await target.close()
     kinds = Counter((r.error or "ok").partition(":")[0] for r in records)
     assert set(kinds) == {"ok", "RESOURCE_EXHAUSTED"} and kinds["ok"] >= 2

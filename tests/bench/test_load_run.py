@@ -9,9 +9,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fakes import Gate
 from serve.serving import make_engine as make_grpc_engine
 from serve.serving import serving as serving_grpc
-from web import make_engine, serving
+from web import executor_of, make_engine, serving, until
 
 from benchmarks.serve import plot
 from wicore_trt.bench.client import GrpcTarget, LocalTarget, run_quickly
@@ -224,14 +225,14 @@ async def test_the_command_over_both_transports(tmp_path: Path, capsys: Captured
     engine = make_engine(step_s=0.001)
     async with serving(engine) as web, serving_grpc(make_grpc_engine(step_s=0.001)) as grpc_:
         arguments = ["--target", web.url, "--target", grpc_.address, *SMALL, "--rate", "100,200", "--requests", "12"]
-        limits = ["--slo", "ttft=60s,tpot=1s"]
+        limits = ["--slo", "ttft=60s,tpot=60s"]
         assert await command(*arguments, *limits, "--burstiness", "0.5", "--json") == 0
         captured = capsys.readouterr()
         report = json.loads(captured.out)
         assert await command(*arguments, "--max-concurrency", "2", "--turns", "2", "--turn-tokens", "4") == 0
         text = capsys.readouterr()
     assert captured.err == "" and report["command"] == "serve" and report["rates"] is None
-    assert report["parameters"]["burstiness"] == 0.5 and report["parameters"]["slo"] == "ttft=60s,tpot=1s"
+    assert report["parameters"]["burstiness"] == 0.5 and report["parameters"]["slo"] == "ttft=60s,tpot=60s"
     assert "api_key" not in report["parameters"] and report["target"] == f"{web.url}, {grpc_.address}"
     assert [(r["target"], r["rate"]) for r in report["results"]] == [
         (web.url, 100), (grpc_.address, 100), (grpc_.address, 200), (web.url, 200),
@@ -274,9 +275,13 @@ async def test_the_command_with_chats_and_a_trace(tmp_path: Path, capsys: Captur
 
 
 async def test_the_command_says_what_was_refused_and_fails_when_all_was(capsys: Captured) -> None:
-    async with serving(make_engine(max_waiting=1, max_sequences=1, step_s=0.02)) as web:
+    engine = make_engine(max_waiting=1, max_sequences=1)
+    async with serving(engine) as web:
         where = ["--target", web.url, "--warmups", "0", "--slo", "e2e=60s", "--rate", "inf", *SMALL]
-        assert await command(*where, "--requests", "12") == 0
+        with Gate(executor_of(engine)):
+            asked = asyncio.ensure_future(command(*where, "--requests", "12"))
+            await until(lambda: web.server.context.admission.counts.http["POST", "/v1/completions", "429"])
+        assert await asked == 0
         captured = capsys.readouterr()
         assert "requests 429: " in captured.err and "REFUSAL" in captured.out
         assert await command(*where, "--requests", "3", "--extra-body", '{"top_p": 7}') == 1
