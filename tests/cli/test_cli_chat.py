@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,8 +25,14 @@ GREEDY = ["--temperature", "0", "--top-p", "1"]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with server(chat=True, step_s=0.01) as found:
+def hold(tmp_path_factory) -> Path:
+    """While it is there, the engine stands still."""
+    return tmp_path_factory.mktemp("engine") / "hold"
+
+
+@pytest.fixture(scope="module")
+def url(hold) -> Iterator[str]:
+    with server(chat=True, hold=str(hold)) as found:
         yield found
 
 
@@ -135,15 +142,17 @@ class Terminal:
         return code
 
 
-def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(url):
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(url, hold):
     terminal = Terminal(url)
     terminal.until("> ")
+    hold.touch()
     terminal.type(prompt_with(450) + "\r")
     deadline = time.monotonic() + 60
     while httpx.get(f"{url}/status").json()["requests_open"] != 1:
         assert time.monotonic() < deadline
     terminal.interrupt()
     assert "Traceback" not in terminal.until("> ")
+    hold.unlink()
     while httpx.get(f"{url}/status").json()["requests_open"]:
         assert time.monotonic() < deadline
     terminal.interrupt()

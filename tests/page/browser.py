@@ -26,7 +26,7 @@ KEY = "the-operators-own-key"
 @contextmanager
 def server(**options) -> Iterator[str]:
     """A supervised server; gives its URL when it is ready."""
-    settings = {"http_port": 0, **options.pop("server", {})}
+    settings = {"http_port": 0, "grace_s": 5.0, **options.pop("server", {})}
     command = [sys.executable, str(TESTS / "process" / "fake_parts.py"), json.dumps({**options, "server": settings})]
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
