@@ -115,7 +115,7 @@ async def test_subscribers_are_limited(keys_file):
 
 async def test_events_end_when_the_key_is_taken_back_or_another_s(keys_file):
     async with serving(make_engine(), keys_file=keys_file) as running:
-        stub, keys = running.stub, running.server.service._admission.keys
+        stub, keys = running.stub, running.server.service.admission.keys
         subscriptions = {}
         for name in KEYS:
             subscriptions[name] = stub.SubscribeKVEvents(kv_pb2.SubscribeKVEventsRequest(), metadata=TENANT_OF[name])

@@ -64,10 +64,10 @@ class GenerationCall:
     async def submit_requests(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
         """Submit the requests, all or none; `totals` has the prompts' tokens afterwards. Raises the errors of
         `TextEngine.submit`, and RateLimitError."""
-        engine, n, totals = context.require_serving(), requests[0].params.n, Totals()
+        n, totals = requests[0].params.n, Totals()
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
-            resources.enter_context(context.count_generation(call.who.tenant))
+            engine = resources.enter_context(context.count_generation(call.who.tenant))
             grant = resources.enter_context(context.admission.reserve_tokens(call.who, requests, engine.info.images))
             for request in requests:
                 request = call.note_request(engine.info.model_id, request)

@@ -7,9 +7,8 @@ message's sizes are checked before it is converted; a tenant's answer reports th
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
@@ -21,14 +20,14 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.access.admission import Admission
+from wicore_trt.access.admission import Admission, EntryState
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.checks import check_count
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import tokenize_prompt
-from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError, UnavailableError
+from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc, kv_pb2
@@ -44,30 +43,21 @@ MAX_SUBSCRIBERS = 32
 """Streams of KV events. Each is sent every event, so their number times the engine's steps is work."""
 
 
-class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves one engine, attached when it is ready. `idle` is set while no Generate call is open."""
+class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
+    """Serves one engine, attached when it is ready."""
+
+    loading_fix = "Wait until the health check says SERVING."
 
     def __init__(self, *, max_message_bytes: int, admission: Admission) -> None:
-        self._admission = admission
+        super().__init__(admission)
         self._max_message_bytes = max_message_bytes
-        self.engine: TextEngine | None = None
-        self.draining = False  # new Generate calls are answered with UNAVAILABLE
-        self.open: Counter[str] = Counter()  # Generate calls by tenant
         self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
         self._started_at.GetCurrentTime()
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    def get_engine(self) -> TextEngine:
-        """Return the engine. Raises UnavailableError before there is one."""
-        if self.engine is None:
-            raise UnavailableError("The engine is still loading.", fix="Wait until the health check says SERVING.")
-        return self.engine
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        with self.count_generation(call) as engine:
+        with self.count_generation(call.who.tenant) as engine:
             own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
             timeout_s = min((limit for limit in (own_s, context.find_time_left()) if limit is not None), default=None)
             if request.HasField("request_id"):
@@ -89,21 +79,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
-    @contextmanager
-    def count_generation(self, call: Call) -> Iterator[TextEngine]:
-        """Yield the engine to a call that generates. Raises UnavailableError if none is taken."""
-        engine = self.get_engine()
-        if self.draining:
-            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
-        self.open[call.who.tenant] += 1
-        self.idle.clear()
-        try:
-            yield engine
-        finally:
-            self.open[call.who.tenant] -= 1
-            if not self.open.total():
-                self.idle.set()
-
     async def relay_outputs(
         self,
         request: TextRequest,
@@ -114,10 +89,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
         messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits
         for its reader, the engine merges later outputs."""
-        engine = self.get_engine()
+        engine = self.require_engine()
         first_token_s: dict[int, float] = {}
         reasons: set[FinishReason] = set()
-        with self._admission.reserve_tokens(call.who, [request], engine.info.images) as grant:
+        with self.admission.reserve_tokens(call.who, [request], engine.info.images) as grant:
             request = call.note_request(engine.info.model_id, request)
             async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
                 grant.used += len(stream.prompt_token_ids)
@@ -142,10 +117,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = check_request_id(request.request_id)
-        return pb2.AbortResponse(aborted=self.get_engine().abort_request(request_id, get_current_call().who.tenant))
+        return pb2.AbortResponse(aborted=self.require_engine().abort_request(request_id, get_current_call().who.tenant))
 
     async def Tokenize(self, request: pb2.TokenizeRequest, context: CallReply) -> pb2.TokenizeResponse:
-        engine = self.get_engine()
+        engine = self.require_engine()
         limit = engine.info.max_context_tokens
         kind, tenant = request.WhichOneof("input"), get_current_call().who.tenant
         if kind is None:
@@ -172,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(self, request: pb2.DetokenizeRequest, context: CallReply) -> pb2.DetokenizeResponse:
-        engine = self.get_engine()
+        engine = self.require_engine()
         check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
         token_ids = list(request.token_ids)
         if token_ids and max(token_ids) >= engine.info.vocab_size:
@@ -185,7 +160,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
         known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name  # of the same names; the wire lacks `build`
-        given = asdict(self.get_engine().info).items()
+        given = asdict(self.require_engine().info).items()
         return pb2.GetModelInfoResponse(**{name: value for name, value in given if value is not None and name in known})
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
@@ -202,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def collect_stats(self, who: Identity) -> tuple[EngineStats, int]:
         """Collect statistics and the number of open Generate calls: of all for an operator, else of the tenant."""
-        engine = self.get_engine()
+        engine = self.require_engine()
         if who.operator:
             return await engine.engine.stats(), self.open.total()
         return await engine.read_tenant_stats(who.tenant), self.open[who.tenant]
@@ -224,7 +199,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Follow what the KV cache of a replica gains and loses: all pages for an operator, else the tenant's own.
         Raises InvalidRequestError for a replica that does not exist, or unless one of several is named, and
         AuthenticationError when the caller's key is revoked or stands for another caller."""
-        whose, engine = None if who.operator else who.tenant, self.get_engine().engine
+        whose, engine = None if who.operator else who.tenant, self.require_engine().engine
         if replica is not None:
             if replica >= len(engine.parts):
                 raise InvalidRequestError(f"There is no replica {replica}.", field="replica")
@@ -232,7 +207,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self._subscribers.hold_place(who.tenant):
             async with aclosing(engine.kv_events(whose, after)) as feed:
                 async for change in feed:
-                    now = self._admission.check_identity(who)
+                    now = self.admission.check_identity(who)
                     if (now.tenant, now.operator) != (who.tenant, who.operator):
                         raise AuthenticationError("The API key stands for somebody else by now.", fix="Call again.")
                     yield change

@@ -85,7 +85,7 @@ class WorkerService:
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        with self._service.count_generation(call) as engine:
+        with self._service.count_generation(call.who.tenant) as engine:
             made = _text_request(engine, request, call.who.tenant, context.find_time_left())
             answers = _AnswerMaker(made, request.stream, frozenset(engine.info.eos_token_ids))
             reasons = await self._service.relay_outputs(made, call, context, answers)
@@ -93,7 +93,7 @@ class WorkerService:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
-        engine, tenant = self._service.get_engine(), get_current_call().who.tenant
+        engine, tenant = self._service.require_engine(), get_current_call().who.tenant
         check_count(request.request_ids, 1024, "request_ids")
         for request_id in request.request_ids:
             engine.abort_request(check_request_id(request_id), tenant)
@@ -105,7 +105,7 @@ class WorkerService:
         return pb2.HealthCheckResponse(healthy=serving, message="serving" if serving else "no requests are taken")
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
-        engine = self._service.get_engine()
+        engine = self._service.require_engine()
         info = engine.info
         return pb2.GetModelInfoResponse(
             model_path=info.model_id, is_generation=True, max_context_length=info.max_context_tokens,
@@ -116,7 +116,7 @@ class WorkerService:
         )  # fmt: skip
 
     async def GetServerInfo(self, request: pb2.GetServerInfoRequest, context: CallReply) -> pb2.GetServerInfoResponse:
-        engine = self._service.get_engine()
+        engine = self._service.require_engine()
         stats, streams = await self._service.collect_stats(get_current_call().who)
         return pb2.GetServerInfoResponse(
             active_requests=streams, uptime_seconds=stats.uptime_s, server_type="vllm-grpc",
@@ -125,7 +125,7 @@ class WorkerService:
         )  # fmt: skip
 
     async def GetLoads(self, request: pb2.GetLoadsRequest, context: CallReply) -> pb2.GetLoadsResponse:
-        engine, who = self._service.get_engine(), get_current_call().who
+        engine, who = self._service.require_engine(), get_current_call().who
         parts = engine.engine.parts
 
         async def ask(rank: int) -> pb2.SchedulerLoad | None:
@@ -142,7 +142,7 @@ class WorkerService:
         return pb2.GetLoadsResponse(timestamp=timestamp, version=__version__, dp_rank_count=len(parts), loads=loads)
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: CallReply) -> None:
-        engine = self._service.get_engine()
+        engine = self._service.require_engine()
         async with self._bundling:
             if self._bundle is None:
                 self._bundle = await engine.work(get_current_call().who.tenant, lambda: _make_bundle(engine.tokenizer))
@@ -155,7 +155,7 @@ class WorkerService:
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallReply) -> None:
         """Send an operator's router all pages, any other its tenant's own. Batches of several replicas name theirs."""
         after, writing = self._numbers.position(request.start_sequence_number), asyncio.Lock()
-        parts = self._service.get_engine().engine.parts
+        parts = self._service.require_engine().engine.parts
         if len(parts) == 1:
             return await self._send_events(0, after, context.write_message)
 
@@ -184,7 +184,7 @@ class WorkerService:
     async def _send_events(
         self, rank: int, after: Position, write: Callable[[common_pb2.KvEventBatch], Awaitable[None]]
     ) -> None:
-        engine, call = self._service.get_engine(), get_current_call()
+        engine, call = self._service.require_engine(), get_current_call()
         async with aclosing(self._service.follow_kv_events(call.who, after, rank)) as feed:
             async for epoch, found in feed:
                 if isinstance(found, EventSnapshot):
