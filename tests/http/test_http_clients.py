@@ -157,7 +157,8 @@ async def test_comments_keep_a_silent_stream_alive(monkeypatch):
                 assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2
                 gate.let()
                 rest = [line async for line in lines if line and line != ": keep-alive"]
-    assert len(rest) == 3 and rest[0].startswith("data: {") and rest[-1] == "data: [DONE]"
+    *chunks, last = rest  # tokens that wait together come in one chunk
+    assert 1 <= len(chunks) <= 2 and all(line.startswith("data: {") for line in chunks) and last == "data: [DONE]"
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event():
