@@ -92,16 +92,16 @@ def _show_bars() -> Iterator[Progress]:
 
 
 def _print_lines() -> Progress:
-    told: dict[str, float] = {}
+    printed: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if phase not in told:
-            told[phase] = now
+        if phase not in printed:
+            printed[phase] = now
             if phase != "read":  # a source that is refused gets one line, the error
                 print(f"{phase} ...", file=sys.stderr, flush=True)
-        elif now - told[phase] >= LINE_S and total > 1:
-            told[phase] = now
+        elif now - printed[phase] >= LINE_S and total > 1:
+            printed[phase] = now
             print(f"{phase} {100 * done // total} %", file=sys.stderr, flush=True)
 
     return report

@@ -105,9 +105,11 @@ def simulate(
     reports = []
     with progress(quiet=json) as report:
         for name, size, route in product(names, sizes, routings):
-            told = partial(report, f"{name}, {size} pages" if workers == 1 else f"{route}, {name}, {size} pages")
+            report_one = partial(report, f"{name}, {size} pages" if workers == 1 else f"{route}, {name}, {size} pages")
             fleet = Fleet(workers, route, tokens_per_second)
-            reports.append(replay(requests, name, {"device": size, **lower}, fleet=fleet, progress=told, **options))
+            reports.append(
+                replay(requests, name, {"device": size, **lower}, fleet=fleet, progress=report_one, **options)
+            )
     if json:
         about = {"trace": str(trace or title), "unique_blocks": unique}
         print_json({**about, "results": [r.to_dict() for r in reports]})

@@ -211,22 +211,22 @@ class Client:
         raise WicoreError("This client was closed.", fix="Make another one.")
 
 
-def to_plain(told: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert a message, or a value in one, to a plain type: durations in seconds, None for unset."""
-    if isinstance(told, Duration):
-        return told.ToNanoseconds() / 1e9
-    if isinstance(told, Message):
-        kind, known, given = _PLAIN[type(told)], told.DESCRIPTOR.fields_by_name, {}
+    if isinstance(value, Duration):
+        return value.ToNanoseconds() / 1e9
+    if isinstance(value, Message):
+        kind, known, given = _PLAIN[type(value)], value.DESCRIPTOR.fields_by_name, {}
         for name in (field.name for field in dataclasses.fields(kind)):
             wire = _WIRE_NAMES.get(name, name)
             if wire in known:
                 plain = known[wire].message_type in (None, pb2.ImageInfo.DESCRIPTOR)
-                unset = known[wire].has_presence and plain and not told.HasField(wire)
-                given[name] = None if unset else to_plain(getattr(told, wire))
+                unset = known[wire].has_presence and plain and not value.HasField(wire)
+                given[name] = None if unset else to_plain(getattr(value, wire))
         return kind(**given)
-    if isinstance(told, MutableSequence):
-        return tuple(map(to_plain, told))
-    return dict(told) if isinstance(told, Mapping) else told
+    if isinstance(value, MutableSequence):
+        return tuple(map(to_plain, value))
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _make_message(turn: Mapping[str, Any], images: Iterator[pb2.Image]) -> pb2.ChatMessage:

@@ -400,8 +400,8 @@ def _as_config_error(error: ValidationError, sources: Mapping[str, str]) -> Conf
     parts = []
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) and not part.isdigit())
-        told = re.findall(r"\w+", detail["msg"])  # an error about several fields is the section's and names them
-        fields = (w for k, w in sources.items() if k.startswith(f"{key}.") and k.rpartition(".")[2] in told)
+        words = re.findall(r"\w+", detail["msg"])  # an error about several fields is the section's and names them
+        fields = (w for k, w in sources.items() if k.startswith(f"{key}.") and k.rpartition(".")[2] in words)
         written = sources.get(key) or next(fields, "default")
         name = written if written.startswith("--") else f"{written}: {key}"
         parts.append(f"{name}: {detail['msg'].removeprefix('Value error, ')}")

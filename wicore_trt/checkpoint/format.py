@@ -304,10 +304,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"and {BLOCKS_VERSION}.",
             fix="Convert it again or update wicore-trt.",
         )
-    again = _find_rebuild_command(path, config)
+    rebuild = _find_rebuild_command(path, config)
     broken = broken_seal(_check_seal(config), block.get(SEAL))
     if broken:
-        raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=again)
+        raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=rebuild)
     try:
         spec = Gemma3Spec.from_dict(block["spec"], f"{path / CONFIG}: wicore.spec")
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
@@ -319,7 +319,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if "text_hidden_size" in vision:
             vision = VisionSpec.from_dict(vision, f"{path / CONFIG}: wicore.vision")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=again) from error
+        raise CheckpointError(f"{path / CONFIG} is damaged: {error!r}.", fix=rebuild) from error
     try:
         weights = find_format(quant_algo, dtype, head, minimums)
         known = dtype in PLAIN and kv_algo in (None, KV_FP8) and block["format_version"] == find_version(weights)
@@ -329,12 +329,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: format {block['format_version']} with dtype {dtype!r}, quantization {quant_algo!r}, KV "
             f"{kv_algo!r} is unknown.",
-            fix=again,
+            fix=rebuild,
         )
     spec.shard(0, tp_size)
     for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
         if config.get(key) != value:
-            raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=again)
+            raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=rebuild)
     ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
     tables = {
         file: rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
@@ -344,20 +344,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         tables[path / VISION] = vision_entries(vision, dtype)
     unlisted = [file.name for file in tables if file.name not in files or not files[file.name].parts]
     if unlisted:
-        raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=again)
+        raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=rebuild)
     for name, record in files.items():
         if Path(name).name != name or not is_present(path / name):
-            raise CheckpointError(f"{path} lacks {name}.", fix=again)
-        size = UntrustedFiles(path, fix=again).check_file(path / name)
+            raise CheckpointError(f"{path} lacks {name}.", fix=rebuild)
+        size = UntrustedFiles(path, fix=rebuild).check_file(path / name)
         if size != record.bytes:
-            raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=again)
+            raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=rebuild)
     for file, entries in tables.items():
-        held = SafetensorsFile(file, UntrustedFiles(path, fix=again)).tensors
+        held = SafetensorsFile(file, UntrustedFiles(path, fix=rebuild)).tensors
         for name, tag, shape in entries:
             info = held.get(name)
             if info is None or info.dtype != tag or info.shape != shape:
                 found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
-                raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=again)
+                raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=rebuild)
     return Checkpoint(
         path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
         rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],

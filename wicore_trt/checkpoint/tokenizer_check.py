@@ -58,16 +58,16 @@ def _compare_places(directory: Path, source: str) -> list[str]:
     door, names = UntrustedFiles(directory), ("tokenizer.json", _CONFIG, _ROLES, _ADDED)
     files = (door.read_json(directory / n, limit=TOKENIZER_BYTES) if is_present(directory / n) else {} for n in names)
     backend, config, roles, added = files
-    told = [(_ADDED, {"content": content, "id": index}) for content, index in added.items()]
+    tokens = [(_ADDED, {"content": content, "id": index}) for content, index in added.items()]
     decoder = _as_object(config.get("added_tokens_decoder"))
-    told += [(_CONFIG, {**_as_object(t), "id": int(i) if i.isdecimal() else i}) for i, t in decoder.items()]
+    tokens += [(_CONFIG, {**_as_object(t), "id": int(i) if i.isdecimal() else i}) for i, t in decoder.items()]
     for place, file in ((_CONFIG, config), (_ROLES, roles)):
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = file.get(key) or ()
             for token in more.values() if isinstance(more, dict) else more:
-                told.append((place, {**_as_object(token)} or {"content": token}))
+                tokens.append((place, {**_as_object(token)} or {"content": token}))
     known = {token["content"]: token for token in backend.get("added_tokens", ())}
-    for place, token in told:
+    for place, token in tokens:
         have = known.get(str(token.get("content")))
         if have is None or any(token.get(key, have[key]) != have[key] for key in _FLAGS):
             raise CheckpointError(
@@ -100,12 +100,12 @@ def _compare_templates(directory: Path, config: Mapping[str, Any]) -> list[str]:
         given = named.pop("default", None)
         notes += [f"the chat template {shown(name)} is left aside: default serves every chat." for name in named]
     outer, jinja = directory / "chat_template.json", directory / "chat_template.jinja"
-    told = {
+    templates = {
         jinja.name: door.read_text(jinja) if is_present(jinja) else None,
         outer.name: door.read_json(outer).get("chat_template") if is_present(outer) else None,
         _CONFIG: given,
     }
-    texts = {name: text.strip() for name, text in told.items() if isinstance(text, str)}
+    texts = {name: text.strip() for name, text in templates.items() if isinstance(text, str)}
     if len({*texts.values()}) > 1:
         notes.append(f"{' and '.join(texts)} hold different chat templates: that of {next(iter(texts))} counts.")
     return notes

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, long_wait_error
-from wicore_trt.core.shares import fits_share
+from wicore_trt.core.shares import has_room
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.schedule.queue import AGEING_S, Newcomers, Outlook
@@ -254,9 +254,8 @@ class EngineLoop:
                 raise UnavailableError("The engine is shutting down.")
             assert request.request_key not in self._live
             queued = self._count_queued()
-            total, own = queued.total(), queued[tenant]
             # one text for both: a tenant must not learn that others have filled the queue
-            if total + n > self._max_waiting or (tenant and not fits_share(self._max_waiting, total - own, own, n)):
+            if not has_room(self._max_waiting, queued.total(), queued[tenant], n, tenant):
                 # no name for a refusal here: by its traceback it would keep the request, and the file of its images
                 pace_s = self._outlook.turnover_s
                 raise QueueFullError("There is no room in the queue for this request now.", pace_s=pace_s)
@@ -280,7 +279,7 @@ class EngineLoop:
         pixels, tenant = sum([len(span.pixels) for span in request.content]), request.tenant
         total = sum([count for _, count in self._live.values()]) if pixels else 0
         own = sum([count for name, count in self._live.values() if name == tenant]) if pixels else 0
-        if total + pixels > MAX_PIXELS or (pixels and tenant and not fits_share(MAX_PIXELS, total - own, own, pixels)):
+        if not has_room(MAX_PIXELS, total, own, pixels, tenant):
             pace_s = self._outlook.turnover_s
             raise QueueFullError("There is no room for the images of this request now.", pace_s=pace_s)
         return pixels

@@ -17,13 +17,13 @@ from wicore_trt.errors import QueueFullError
 STEPS = 16
 
 
-def fits_share(places: int, others: int, own: int, more: int = 1) -> bool:
-    """Tell whether a tenant with `own` places may have `more` while all others together have `others`. A tenant without
-    a place may exceed its share at once if there is room."""
+def has_room(places: int, taken: int, own: int, more: int, tenant: str) -> bool:
+    """Tell whether a tenant with `own` of the `taken` places may have `more`. The tenant "" is not limited to a share;
+    one without a place may exceed its share at once if there is room."""
+    if taken + more > places or not tenant:
+        return taken + more <= places
     step = max(1, places // STEPS)
-    room = places - div_ceil(others, step) * step
-    if others + own + more > places:
-        return False
+    room = places - div_ceil(taken - own, step) * step
     return own + more <= (room + 1) // 2 or (own == 0 and more <= max(room, 1))
 
 
@@ -41,9 +41,8 @@ class Gate:
 
     def take_places(self, tenant: str, count: int) -> None:
         """Take places. Raises QueueFullError when there are none for this tenant; "" is not limited to a share."""
-        taken, own = self._taken.total(), self._taken[tenant]
         # one text for both: a tenant must not learn that others have filled the places
-        if taken + count > self._places or (tenant and not fits_share(self._places, taken - own, own, count)):
+        if not has_room(self._places, self._taken.total(), self._taken[tenant], count, tenant):
             raise QueueFullError(f"There is no room for more {self._what} of yours now.")
         self._taken[tenant] += count
 

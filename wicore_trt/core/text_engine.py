@@ -159,7 +159,7 @@ async def prepare_images(
 
 
 def prepare_images_now(request: TextRequest, info: ModelInfo, limits: ImageLimits) -> TextRequest:
-    """Do the same here, without an event loop."""
+    """Fetch and decode a request's images here, without an event loop."""
     try:
         prepare_images(request, info, limits).send(None)
     except StopIteration as end:  # it waits for nothing
@@ -391,12 +391,12 @@ class TextEngine:
         pictures = asyncio.ensure_future(self.prepare_images(request))
         text = asyncio.ensure_future(self.work(request.tenant, partial(encode, early)))
         try:
-            seen, told = await asyncio.gather(pictures, text)
+            seen, encoded = await asyncio.gather(pictures, text)
         finally:
             pictures.cancel()
             text.cancel()
             del pictures, text  # they hold an error that holds this frame: a circle, which would keep the request
-        return replace(told, content=fill_spans(told.content, seen.images))
+        return replace(encoded, content=fill_spans(encoded.content, seen.images))
 
     async def encode_long_prompt(self, request: TextRequest) -> TextRequest:
         """Check the constraint, prepare images and tokenize a long text, all on threads; `submit` comes next. Raises

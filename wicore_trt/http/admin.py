@@ -97,9 +97,9 @@ class AdminServer(Listener):
         return json_reply({"settings": self._server.list_settings()})
 
     async def _serve_metrics(self, request: Request) -> Response:
-        told, processes = await self._server.collect_metrics()
+        text, processes = await self._server.collect_metrics()
         raw, content_type = render_metrics(describe_processes(processes))
-        return Response(told.encode() + raw, media_type=content_type)
+        return Response(text.encode() + raw, media_type=content_type)
 
 
 async def _serve_health(request: Request) -> Response:

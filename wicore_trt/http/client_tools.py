@@ -121,9 +121,9 @@ def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, A
         else:
             found.append(tool)
             continue
-        told = join_namespace(namespace, str(function["name"])) if isinstance(function.get("name"), str) else None
-        forms[str(told)] = form
-        found.append({"type": "function", "function": {**function, "name": told}})
+        inner_name = join_namespace(namespace, str(function["name"])) if isinstance(function.get("name"), str) else None
+        forms[str(inner_name)] = form
+        found.append({"type": "function", "function": {**function, "name": inner_name}})
     return found, forms
 
 
@@ -147,10 +147,10 @@ def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
     given = tool.get("format") or {"type": "text"}
     if not isinstance(given, dict) or given.get("type") not in ("text", "grammar"):
         raise InvalidRequestError(f"{where}.format must be of type text or grammar.", field=where)
-    told = [str(tool.get("description") or "")]
+    paragraphs = [str(tool.get("description") or "")]
     if given["type"] == "grammar":
-        told.append(f"`input` follows this grammar ({given.get('syntax')}):\n{given.get('definition')}")
-    return "\n\n".join(filter(None, told))
+        paragraphs.append(f"`input` follows this grammar ({given.get('syntax')}):\n{given.get('definition')}")
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def convert_message_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -161,5 +161,5 @@ def convert_message_tool(tool: dict[str, Any]) -> dict[str, Any]:
     known = ANTHROPIC.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
     if known is None:
         return tool
-    told = {"name": tool.get("name"), "description": known[0], "parameters": known[1]}
-    return {"type": "function", "function": told}
+    function = {"name": tool.get("name"), "description": known[0], "parameters": known[1]}
+    return {"type": "function", "function": function}

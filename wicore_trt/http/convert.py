@@ -189,7 +189,7 @@ def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> Tex
         raise InvalidRequestError("top_logprobs needs logprobs: true.", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    told = tools.functions if tools is not None else ()
+    functions = tools.functions if tools is not None else ()
     messages, images = read_messages(body.messages)
     try:
         constraint = tools.constraint if tools is not None else None
@@ -200,7 +200,7 @@ def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> Tex
         params=params,
         messages=messages,
         images=images,
-        functions=tuple(map(Function.describe_function, told)),
+        functions=tuple(map(Function.describe_function, functions)),
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         **_read_common(body, tenant),
@@ -243,7 +243,7 @@ def make_inference_request(body: InferenceBody, tenant: str) -> TextRequest:
 def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, object], ...], tuple[ImageFile, ...]]:
     """Read the turns for the chat template, which checks the rest, and the images of their parts. Raises
     InvalidRequestError with the path of a wrong image."""
-    told, images = [], list[ImageFile]()
+    turns, images = [], list[ImageFile]()
     for i, message in enumerate(given):
         turn, content = dict(message), message.get("content")
         if isinstance(content, list):
@@ -251,8 +251,8 @@ def read_messages(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, o
             turn["content"] = [_read_part(part, where, images) for part, where in parts]
             if not content and message.get("role") == "tool":  # a function that returned nothing
                 turn["content"] = ""
-        told.append(turn)
-    return tuple(told), tuple(images)
+        turns.append(turn)
+    return tuple(turns), tuple(images)
 
 
 def _read_part(part: Any, where: str, images: list[ImageFile]) -> Any:

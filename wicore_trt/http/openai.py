@@ -94,8 +94,8 @@ async def serve_completions(context: Context, call: Call, body: CompletionBody) 
 
 def _read_wishes(body: GenerationFields) -> dict[str, Any]:
     options = body.stream_options or StreamOptions()
-    told = {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
-    return {**told, "token_ids": bool(body.return_token_ids), "prompt_top": body.prompt_logprobs}
+    counts = {"usage": bool(options.include_usage), "continuous": bool(options.continuous_usage_stats)}
+    return {**counts, "token_ids": bool(body.return_token_ids), "prompt_top": body.prompt_logprobs}
 
 
 async def answer_requests(

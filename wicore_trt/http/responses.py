@@ -197,18 +197,18 @@ class ResponsesShape(BlockShape):
                     return b""  # the text of a value is known when all of its JSON is
                 return self._number_event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
         if block.name is None:
-            told = self._number_event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
-            told += self._number_event("response.content_part.done", **inside, part=self._describe_part(block.text))
+            events = self._number_event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
+            events += self._number_event("response.content_part.done", **inside, part=self._describe_part(block.text))
         else:
             form = self._find_form(block)
-            fields, told = form.make_fields(block.text), b""
+            fields, events = form.make_fields(block.text), b""
             if form.key == "arguments":
-                told = self._number_event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
+                events = self._number_event("response.function_call_arguments.done", item_id=item_id, **at, **fields)
             elif form.key == "input":
                 name, given = "response.custom_tool_call_input", fields["input"]
-                told = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
-                told += self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
-        return told + self._number_event(
+                events = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
+                events += self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
+        return events + self._number_event(
             "response.output_item.done", **at, item=self._describe_item(block, self._name_status(block))
         )
 

@@ -122,11 +122,11 @@ class ChoiceShape(ResponseShape):
         """List probabilities of the prompt as vLLM does: by token id, the prompt's own among them."""
         found: list[dict[int, dict[str, Any]] | None] = [None]
         for entry in completion.prompt_logprobs[1:]:
-            told: dict[int, dict[str, Any]] = {}
+            tokens: dict[int, dict[str, Any]] = {}
             best = enumerate(entry.top[: self._prompt_top], 1)
             for rank, (token, logprob) in [(None, (entry.token_id, entry.logprob)), *best]:
-                told[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token)}
-            found.append(told)
+                tokens[token] = {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token)}
+            found.append(tokens)
         return found
 
     def _token_text(self, token: int) -> str:
@@ -260,11 +260,11 @@ class AnswerCalls:
         delta: dict[str, Any] = {"content": text} if text else {}
         for call in calls:
             function = {"arguments": call.arguments}
-            told: dict[str, Any] = {"index": call.call, "function": function}
+            entry: dict[str, Any] = {"index": call.call, "function": function}
             if call.name is not None:
                 function = {"name": call.name, **function}
-                told = {"index": call.call, "id": call.id, "type": "function", "function": function}
-            delta.setdefault("tool_calls", []).append(told)
+                entry = {"index": call.call, "id": call.id, "type": "function", "function": function}
+            delta.setdefault("tool_calls", []).append(entry)
         if reason is FinishReason.STOP and finder.is_whole:
             return delta, "tool_calls"
         return delta, None if reason is None else reason.value

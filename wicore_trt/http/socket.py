@@ -65,8 +65,8 @@ class FrameShape(ChatShape):
         end = b"null"
         if reason is not None:
             end = b'"%b","stop_reason":%b' % (reason.encode(), encode(output.stop_reason))
-        told = encode(text) + calls
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, told, logprobs, end)
+        content = encode(text) + calls
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (self._delta, index, content, logprobs, end)
 
 
 def check_origin(headers: Headers, origins: Sequence[str]) -> None:
