@@ -161,7 +161,7 @@ def run_server(loaded: Any, reread: Any) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     from wicore_trt.access import log
 
-    log.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
+    log.configure_logging(json_lines=settings.log.json, level=settings.log.level)
     from wicore_trt.access.admission import Admission
     from wicore_trt.access.listening import check_server
     from wicore_trt.process.replicas import GPUS, find_gpus

@@ -45,7 +45,7 @@ from wicore_trt.checkpoint.names import (
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
-from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter, split_rows
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter, TensorEntry, split_rows
 from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, ConfigError, EnvironmentUnfitError
@@ -379,7 +379,7 @@ def _take_part(part: np.ndarray, low: int, high: int, shard: Shard, shape: tuple
     return held[:, first:last]
 
 
-def _count_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
+def _count_bytes(entries: list[TensorEntry]) -> int:
     return sum(prod(shape) * TAG_BYTES[tag] for _, tag, shape in entries)
 
 

@@ -26,7 +26,7 @@ from wicore_trt.checkpoint.names import (
     weight_minimum_name,
 )
 from wicore_trt.checkpoint.records import FileRecord, file_entries
-from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile
+from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsFile, TensorEntry
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
@@ -118,9 +118,7 @@ def storage_of(role: Role, dtype: str, weights: WeightFormat) -> str:
     return weights.storage if role is Role.LINEAR else weights.head or dtype
 
 
-def list_parts(
-    tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weights: WeightFormat
-) -> list[tuple[str, str, tuple[int, ...]]]:
+def list_parts(tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weights: WeightFormat) -> list[TensorEntry]:
     """List (name, safetensors tag, shape) of what stores a tensor's shard of `shape`: values, then scales, then
     minimums. Raises CheckpointError for rows that are not whole blocks."""
     storage = storage_of(tensor.role, dtype, weights)
@@ -155,9 +153,9 @@ def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> d
 
 def rank_entries(
     spec: Gemma3Spec, dtype: str, weights: WeightFormat, rank: int, tp_size: int, *, kv_scales: bool = False
-) -> list[tuple[str, str, tuple[int, ...]]]:
+) -> list[TensorEntry]:
     """List (name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    entries: list[TensorEntry] = []
     static = static_scales(spec, weights, kv_scales)
     for tensor in unified_tensors(spec):
         shape = shard_of(tensor, spec, rank, tp_size).shape
@@ -176,7 +174,7 @@ def count_weight_bytes(spec: Gemma3Spec, weights: WeightFormat) -> int:
     return sum(prod(shape) * TAG_BYTES[tag] for name, tag, shape in entries if not (tied and name.startswith(tied)))
 
 
-def vision_entries(vision: VisionSpec, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+def vision_entries(vision: VisionSpec, dtype: str) -> list[TensorEntry]:
     """List (name, safetensors tag, shape) of every tensor in vision.safetensors, in file order."""
     return [
         (name, TAGS[dtype] if len(shape) > 1 and name != POSITIONS else "F32", shape)

@@ -30,6 +30,8 @@ TAG_BYTES = {
 }  # fmt: skip
 BLOCK_ITEMS = 1 << 22  # 16 MiB as float32; about ten such arrays live at once
 _ARRAYS = {**STORAGE, "U8": np.uint8, "I32": np.int32, "U32": np.uint32, "I64": np.int64}
+TensorEntry = tuple[str, str, tuple[int, ...]]
+"""Name, tag and shape of a tensor in a file."""
 _AGAIN = "Download or convert it again."
 _LFS_POINTER = b"version https://git-lfs"
 _ALIGN = 8
@@ -161,7 +163,7 @@ class SafetensorsWriter:
     As a context manager it closes the file when no exception leaves it. `digests` has those of the header and of
     every complete tensor (see `digest`); `digest` is that of the file, known after `close`."""
 
-    def __init__(self, path: Path, entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self.path = path
         self.digest, self.digests = "", dict[str, str]()
         self._pending = [(name, prod(shape) * TAG_BYTES[tag]) for name, tag, shape in reversed(entries)]

@@ -41,7 +41,7 @@ def main(fd: int) -> int:
         return 0
     start = first[0]
     settings = settings_from_json(start["settings"])
-    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
+    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level)
     faulthandler.register(DUMP)
     loaded = threading.Event()
     threading.Thread(target=_send_beats, args=(control, loaded), name="wicore-beats", daemon=True).start()

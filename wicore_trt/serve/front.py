@@ -72,7 +72,7 @@ def main(fd: int) -> int:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
     settings = settings_from_json(start["settings"])
-    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level.upper())
+    log_lines.configure_logging(json_lines=settings.log.json, level=settings.log.level)
     tracing.start_tracing()
     try:
         tokenizer = import_named(start["loader"])(settings, start["checked_build"])

@@ -55,6 +55,8 @@ CHUNK_BYTES = 1 << 16
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
+PageRun = tuple[str, str, list[Page]]
+"""Tier, layer group, and pages of which each follows its parent."""
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 _SERVED = {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
 """Of GenerateRequest: a request that sets any other field, those of later versions included, is refused."""
@@ -364,11 +366,11 @@ class _BatchNumbers:
         return UNKNOWN
 
 
-def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]]:
+def _cut_batches(found: EventSnapshot) -> list[list[PageRun]]:
     """Cut a snapshot into batches of runs of pages. Parents come before their children, also those in other tiers."""
     runs = [(run[0].index, name, run) for name, pages in found.pages.items() for run in _find_runs(pages)]
     runs.sort(key=lambda entry: entry[0])
-    batches: list[list[tuple[str, str, list[Page]]]] = [[]]
+    batches: list[list[PageRun]] = [[]]
     room = convert.MAX_PAGES_PER_MESSAGE
     for _, (tier, group), run in runs:
         for start in range(0, len(run), convert.MAX_PAGES_PER_MESSAGE):
@@ -381,7 +383,7 @@ def _cut_batches(found: EventSnapshot) -> list[list[tuple[str, str, list[Page]]]
     return batches
 
 
-def _make_snapshot(batches: list[list[tuple[str, str, list[Page]]]], number: int) -> Iterator[common_pb2.KvEventBatch]:
+def _make_snapshot(batches: list[list[PageRun]], number: int) -> Iterator[common_pb2.KvEventBatch]:
     """Yield batches numbered up to `number`, made on demand: all of a large cache at once would block others."""
     blocks = sum(len(part) for batch in batches for _, _, part in batch)
     for i, parts in enumerate(batches):

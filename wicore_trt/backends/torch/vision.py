@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -202,11 +203,16 @@ def load_vision(engine: EngineDir) -> VisionWeights | None:
         return None
     if engine.manifest.dummy_weights:
         return VisionWeights(spec, {n: torch.randn(shape) * 0.02 for n, shape in vision_tensors(spec).items()})
+    return VisionWeights(spec, read_tensors(file))
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a file, memory-mapped. Raises EngineFormatError for one that cannot be read."""
     try:
-        tensors = load_file(file)
+        found: dict[str, torch.Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
-    return VisionWeights(spec, tensors)
+    return found
 
 
 def open_encoder(

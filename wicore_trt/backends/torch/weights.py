@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from wicore_trt.backends.torch.vision import VisionWeights, load_vision
+from wicore_trt.backends.torch.vision import VisionWeights, load_vision, read_tensors
 from wicore_trt.checkpoint.blocks import dequantize_parts
 from wicore_trt.checkpoint.names import (
     Role,
@@ -70,11 +68,7 @@ def load_engine_tensors(engine: EngineDir, rank: int | None = None) -> EngineTen
 def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:
     """Load the tensors of a rank's file, memory-mapped where they are used unchanged. Raises EngineFormatError for an
     unreadable file, or tensors that do not fit `spec`, the rank's."""
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
-    return fuse_weights(tensors, spec)
+    return fuse_weights(read_tensors(file), spec)
 
 
 def fuse_weights(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> dict[str, torch.Tensor]:

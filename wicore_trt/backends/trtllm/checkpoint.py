@@ -34,7 +34,7 @@ from wicore_trt.checkpoint.format import (
 )
 from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
 from wicore_trt.checkpoint.quantize import E4M3_MAX, e4m3_bits, e4m3_values, from_float32
-from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, split_rows
+from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, TensorEntry, split_rows
 from wicore_trt.checkpoint.sharding import shard_of
 from wicore_trt.errors import CheckpointError, ConfigError
 from wicore_trt.files import quote_arg
@@ -109,7 +109,7 @@ def _write_rank(
     spec, weights = checkpoint.spec, checkpoint.weights
     static = static_scales(spec, weights, kv_fp8)
     norm_tag = TAGS[checkpoint.dtype]
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    entries: list[TensorEntry] = []
     for tensor in unified_tensors(spec):
         storage = storage_of(tensor.role, checkpoint.dtype, weights)
         fp8 = storage == "fp8"
