@@ -15,7 +15,7 @@ from reprlib import Repr
 from typing import Any
 
 UNAVAILABLE_RETRY_S = 1.0
-"""After which a client may ask again whom the server could not serve for now."""
+"""Seconds after which a client may ask again that the server could not serve for now."""
 MAX_SHOWN, MAX_TOLD = 80, 512  # characters of a value in a message; of a message to a client
 _EXTRAS = {
     "torch": "torch", "triton": "triton", "tensorrt_rtx_bindings": "tensorrt", "gguf": "gguf", "cuda": "cuda",
@@ -221,7 +221,7 @@ def missing_package(module: str | None) -> EnvironmentUnfitError | None:
 
 
 def list_installed(packages: Iterable[str]) -> dict[str, str]:
-    """List the versions of those of `packages` that are installed."""
+    """List the versions of the installed `packages`."""
     found = {}
     for package in packages:
         with suppress(PackageNotFoundError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
 CHARS_PER_TOKEN = 4
-"""Of a text that nobody has tokenized yet, roughly."""
+"""Characters of a token in a text that nobody has tokenized yet, roughly."""
 OPEN_OUTPUT = 256
 """Tokens that a sequence without max_tokens reserves; what it takes beyond is a debt of its tenant."""
 BYTES_PER_TOKEN, LEAST_MESSAGE_BYTES = 128, 4 << 20
@@ -87,8 +87,8 @@ class Allowance:
 
 @dataclass(slots=True)
 class Grant:
-    """Tokens that requests reserved in a bucket; `bucket` is None where they have no limit. `used` counts those of
-    prompts, once the engine has taken them, and of outputs."""
+    """Tokens that requests reserved in a bucket; `bucket` is None where they have no limit. `used` counts
+    tokens of prompts, once the engine has taken them, and of outputs."""
 
     bucket: Bucket | None = None
     reserved: int = 0
@@ -193,9 +193,9 @@ class Admission:
     def reserve_tokens(
         self, who: Identity, requests: Sequence[TextRequest], images: ImageInfo | None = None
     ) -> Iterator[Grant]:
-        """Reserve the most tokens that the requests of one call may use, and settle what they `used` at the end. Of a
-        prompt that is not tokenized yet the tokens are estimated, those of `images` for each image; a sequence without
-        max_tokens reserves OPEN_OUTPUT. Raises RateLimitError."""
+        """Reserve the most tokens that the requests of one call may use, and settle what they `used` at the end. The
+        tokens of a prompt that is not tokenized yet are estimated, with the tokens of `images` for each image. A
+        sequence without max_tokens reserves OPEN_OUTPUT. Raises RateLimitError."""
         tokens = 0
         for request in requests:
             if request.prompt_token_ids is not None:

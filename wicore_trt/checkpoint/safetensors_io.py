@@ -160,8 +160,8 @@ def _read_header(path: Path, door: UntrustedFiles) -> tuple[dict[str, TensorInfo
 
 class SafetensorsWriter:
     """Writes tensors in the order of `entries` (name, dtype tag, shape), each in any number of pieces.
-    As a context manager it closes the file when no exception leaves it. `digests` has those of the header and of
-    every complete tensor (see `digest`); `digest` is that of the file, known after `close`."""
+    As a context manager it closes the file when no exception leaves it. `digests` has the digests of the header and
+    of every complete tensor (see `digest`); `digest` is the file's, known after `close`."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self.path = path

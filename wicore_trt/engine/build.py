@@ -288,7 +288,7 @@ def _lay_out(
 
 
 def model_id(source: str) -> str:
-    """Return the model's name for clients. A hub id is kept, also that of a snapshot in the hub's cache; else it is
+    """Return the model's name for clients. A hub id is kept, also of a snapshot in the hub's cache; else it is
     the file's or directory's name without `.gguf`."""
     path = Path(source)
     if is_hub_id(source) and not is_present(path):

@@ -77,7 +77,7 @@ class EngineDir:
         return self.door.parse_json(self.read(name), self.path / name)
 
     def read_present(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Read those of `names` that the engine was built with; returns contents by name."""
+        """Read the files among `names` that the engine was built with; returns contents by name."""
         return {name: self.read(name) for name in names if name in self.manifest.files}
 
     def find_unlisted(self) -> list[str]:

@@ -27,11 +27,11 @@ from wicore_trt.weight_format import PLAIN, VISION, WeightFormat, find_format
 MANIFEST_NAME = "engine.json"
 KIND = "wicore-engine"
 FORMAT_VERSION, BLOCKS_VERSION = 2, 3
-"""Format of engines, and that of engines with Q4_0 weights, which older readers refuse by it."""
+"""Formats of engines without and with Q4_0 weights; older readers refuse the second."""
 DEFAULT_PAGE_TOKENS = 32
 MAX_PAGE_TOKENS = 1 << 16
 DUMMY_WEIGHTS = "dummy_weights"
-"""Key of Manifest.compiled: the engine has no weight files, and whoever loads it makes weights up."""
+"""Key of Manifest.compiled: the engine has no weight files, and its loader makes weights up."""
 LORA, MMPROJ, TEXT_ONLY = "lora", "mmproj", "text_only"
 """Keys of Manifest.compiled: the directory of the adapter that was merged into the source, the file of its image
 encoder, and whether that was to be left out."""
@@ -80,7 +80,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything in `engine.json` but its seal. `dtype` is that of the linear weights; for "fp8" and "q4_0",
+    """Everything in `engine.json` but its seal. `dtype` is of the linear weights; for "fp8" and "q4_0",
     `quantization` has "base_dtype" (the dtype of all else) and what `WeightFormat.describe` gives. `page_tokens` is the
     default KV page size, `max_context` the longest sequence in tokens. `weights_hash` is over tensor contents, not over
     file bytes. `fingerprint` names what a KV page computed with this engine depends on. `revision` is the hub commit of

@@ -56,8 +56,8 @@ class BuildOptions:
     text_only: bool = False
 
     def kv_dtype_of(self, checkpoint: Checkpoint, *, compiled: bool = False) -> str:
-        """Return the dtype of the KV cache; "auto" is that of the activations. Raises ConfigError for a dtype that
-        no `compiled` step converts to."""
+        """Return the dtype of the KV cache; "auto" takes the dtype of the activations. Raises ConfigError for a dtype
+        that no `compiled` step converts to."""
         dtype = checkpoint.dtype if self.kv_dtype == "auto" else self.kv_dtype
         if compiled and dtype not in (checkpoint.dtype, "fp8"):
             raise ConfigError(

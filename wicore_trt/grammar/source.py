@@ -30,7 +30,7 @@ TRIED_BYTES, TRIED_S = 512, 0.1
 _OPENERS = b'{["],:}'
 """Bytes of JSON that are tried first, in this order: into what is nested, and from there through all properties."""
 UNENFORCED = re.compile(r'"uniqueItems"\s*:\s*true')
-"""Of schemas: no grammar can keep it, and whoever has a set in a model asks for it."""
+"""Keyword of schemas that no grammar can keep; models of clients that have a set ask for it."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _JSON = re.compile(r"(?m)%json (\{.*\})$")
 _REASON = 300

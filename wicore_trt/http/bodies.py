@@ -20,7 +20,7 @@ TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
 
 
 def object_of(required: str = "", /, **properties: Any) -> dict[str, Any]:
-    """Make the schema of an object with these properties, of which the names in `required` must be there."""
+    """Make the schema of an object with these properties; the names in `required` must be there."""
     needed = {"required": required.split()} if required else {}
     return {"type": "object", "properties": properties, **needed}
 

@@ -98,7 +98,7 @@ def join_namespace(namespace: object, name: str) -> str:
 
 
 def response_tools(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, dict[str, Form]]:
-    """Convert tools of Responses to those of a chat; return the forms of their calls by the model's names, too.
+    """Convert tools of Responses to tools of a chat; return the forms of their calls by the model's names, too.
     Hosted tools are kept as they came. Raises InvalidRequestError."""
     forms: dict[str, Form] = {}
     if tools is None:
@@ -154,7 +154,7 @@ def _describe_free_text(where: str, tool: Mapping[str, Any]) -> str:
 
 
 def convert_message_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool of Messages to that of a chat; a hosted one is kept as it came."""
+    """Convert a tool of Messages to a tool of a chat; a hosted one is kept as it came."""
     kind = tool.get("type") or "custom"
     if kind == "custom":
         return {"type": "function", "function": {**tool, "parameters": tool.get("input_schema")}}

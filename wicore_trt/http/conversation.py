@@ -1,6 +1,6 @@
 """Convert conversations of other APIs to messages of a chat.
 
-Items and blocks have one builder, so tools, templates and limits are those of chat completions. Must not know
+Items and blocks have one builder, so tools, templates and limits are the same as in chat completions. Must not know
 engines. Invariants: every text is in the messages, or the caller gets an InvalidRequestError with its path;
 consecutive turns of one role are one.
 """

@@ -96,7 +96,7 @@ def _read_response_format(given: dict[str, Any]) -> list[Constraint]:
 
 
 def _read_structured(given: dict[str, Any]) -> list[Constraint]:
-    names = ("json_object", *STRUCTURED)  # of the others the table of fields knows that they ask for nothing
+    names = ("json_object", *STRUCTURED)  # other names ask for nothing, as the table of fields knows
     asked = {name: given[name] for name in names if given.get(name) not in (None, False)}
     if len(asked) != 1:
         raise InvalidRequestError("structured_outputs takes exactly one constraint.", field="structured_outputs")

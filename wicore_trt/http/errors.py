@@ -1,7 +1,7 @@
 """Convert exceptions to HTTP statuses and error bodies.
 
 Only this module knows a WicoreError over HTTP; it must not know routes or engines. Invariant: every error has the
-body {"error": {"message", "type", "param", "code"}}, or that of Anthropic's API, with a message of bounded length
+body {"error": {"message", "type", "param", "code"}}, or Anthropic's, with a message of bounded length
 and without traceback.
 """
 

@@ -165,7 +165,7 @@ ROOM = 256 << 20
 """Bytes of all bodies that are here: being read, waiting for a thread that tokenizes, or part of an open request."""
 MANY_ITEMS = 50_000
 """Objects, lists, items and texts that a body may have; a text costs its own length in memory, an empty list
-25 times that. A prompt of token ids has one item for each, so that who serves long contexts takes more."""
+25 times that. A prompt of token ids has one item for each, so servers of long contexts take more."""
 DIGITS = 4
 """Digits that a body may have for each of its items. A number of thousands of digits takes a tenth of a millisecond."""
 UNIONS = {

@@ -49,7 +49,7 @@ class Route:
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """Statuses of its failures, beside that of a missing key."""
+        """Statuses of its failures, beside 401 for a missing key."""
         if self.generates:
             return (400, 404, 408, 413, 415, 429, 500, 503, 504)
         if self.body is not None:

@@ -1,6 +1,6 @@
 """Several engines of one server as one: each request goes to one of them, which its key names.
 
-It must not know text, transports or processes. Invariants: those of RemoteEngine; a replica that ends takes only its
+It must not know text, transports or processes. Invariants of RemoteEngine hold too; a replica that ends takes only its
 own requests with it, and no others are sent to it until the next one has come.
 """
 
@@ -20,7 +20,7 @@ from wicore_trt.link.routing import PrefixMemory, choose_replica, weigh_load
 from wicore_trt.types import CacheStore, EngineStats, GenerateRequest, TextRequest, TokenOutput
 
 _SAME = frozenset({"uptime_s", "page_bytes"})
-"""Figures of which the largest one stands for all."""
+"""Figures whose largest one stands for all."""
 
 
 class Replicas(EnginePort):

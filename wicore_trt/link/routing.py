@@ -21,8 +21,8 @@ USUAL_BLOCK = 32
 
 
 def weigh_load(sequences: int, places: int, tokens: int) -> int:
-    """Weigh a replica's load in tokens to compute: those of prompts without an output yet, and sequences that have not
-    ended, of which `places` run at a time."""
+    """Weigh a replica's load in tokens to compute: `tokens` of prompts without an output yet, and `sequences` that have
+    not ended; `places` of them run at a time."""
     return tokens + RUNNING_TOKENS * sequences + WAITING_TOKENS * max(0, sequences - places)
 
 

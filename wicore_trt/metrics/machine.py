@@ -26,7 +26,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """State of a GPU: those of `metrics.exposition.GPU` by their names that it gives."""
+    """State of a GPU: values by the names of `metrics.exposition.GPU`, as far as the driver gives them."""
 
     index: int
     name: str

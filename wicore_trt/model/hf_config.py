@@ -46,7 +46,7 @@ _OTHER_MODELS = {
     "gemma": "Gemma 1", "gemma2": "Gemma 2", "gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "t5gemma": "T5Gemma",
     "paligemma": "PaliGemma", "recurrent_gemma": "RecurrentGemma",
 }  # fmt: skip
-"""Names of models of Gemma's family by the beginning of model_type, of which the longest that fits decides."""
+"""Names of models of Gemma's family by the beginning of model_type; the longest that fits decides."""
 _SHIELD = "shieldgemma2"  # Gemma 3 whose answer is read from the logits of two tokens
 _WRAPPED = ("gemma3", _SHIELD)
 _OTHER_HEADS = {

@@ -68,9 +68,9 @@ TERMINAL = "/dev/tty"
 
 
 class Supervisor:
-    """Runs one server. `gpus`: those of all replicas, in their order, where each sees its own. `report_bound` is called
-    when the ports are taken, `report_serving` when the first requests are taken. `reread` reads the settings again from
-    their files. The processes load by functions "module:name", which tests replace."""
+    """Runs one server. `gpus`: names for all replicas, in their order, where each sees its own. `report_bound` is
+    called when the ports are taken, `report_serving` when the first requests are taken. `reread` reads the settings
+    again from their files. The processes load by functions "module:name", which tests replace."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Reads, bounds and parses the requests of gRPC calls.
 
-Must not know what a call does or who may make it. Invariants: a request that does not come ends its call; bytes that
+Must not know the work or the permissions of a call. Invariants: a request that does not come ends its call; bytes that
 are no message of the call are INVALID_ARGUMENT; of requests that need no key at most READS are in memory at a time.
 """
 
@@ -25,7 +25,7 @@ HURRY_S, LEAST_HURRY_S = 0.1, 0.01
 """How long a health request may take to come while others wait for its place: less when many wait, at least the second
 number, which is enough for one that was sent with its call."""
 WAIT_S = 0.25
-"""How long silent calls may hold up who comes after them, roughly: probes give up after a second."""
+"""How long silent calls may hold up later ones, roughly: probes give up after a second."""
 MAX_HEALTH_BYTES = 1024
 """A health request holds the name of a service."""
 
@@ -88,8 +88,8 @@ async def read_stream(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class BriefRequestReader:
-    """Reads requests of a few bytes, READS at a time: hosts in turn, those of one host in the order of their calls. A
-    silent call keeps its place for READ_S seconds, and for HURRY_S or less while others wait. So a client that sends
+    """Reads requests of a few bytes, READS at a time: hosts in turn, requests of one host in the order of their calls.
+    A silent call keeps its place for READ_S seconds, and for HURRY_S or less while others wait. So a client that sends
     its request with its call gets its turn soon, however many calls are silent."""
 
     def __init__(self) -> None:

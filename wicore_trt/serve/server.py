@@ -52,7 +52,7 @@ KEEPALIVE_OPTIONS = (
 
 
 def find_connection_limit() -> int:
-    """Return the connections of each listener, such that all fit the files that the process may open."""
+    """Return the connections of each listener; together they fit the files that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft - FILES_KEPT, soft // 2)
     return max(1, min(MAX_CONNECTIONS, files) // LISTENERS)

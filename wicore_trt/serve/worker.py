@@ -51,7 +51,7 @@ that feed. The parts of a snapshot have numbers that end where it was taken, so 
 RETURN_S = 0.1
 """How often a replica that has ended is looked for."""
 CHUNK_BYTES = 1 << 16
-"""Of a tokenizer in a message; a reader that stops has one on its way."""
+"""Bytes of a tokenizer in a message; a reader that stops has one on its way."""
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """Our tiers by vLLM's names, in the order of the protocol's KvCacheTier, which begins with 1."""
 KINDS = {GLOBAL: "full_attention", LOCAL: "sliding_window"}
@@ -59,7 +59,7 @@ PageRun = tuple[str, str, list[Page]]
 """Tier, layer group, and pages of which each follows its parent."""
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 _SERVED = {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
-"""Of GenerateRequest: a request that sets any other field, those of later versions included, is refused."""
+"""Fields of GenerateRequest; a request that sets another one, of a later version too, is refused."""
 
 
 def make_handlers(service: WorkerService) -> grpc.GenericRpcHandler:
@@ -200,8 +200,8 @@ class WorkerService:
 
 
 def _make_load(stats: EngineStats, page_tokens: int, rank: int) -> pb2.SchedulerLoad:
-    """Make the load. Unused pages count as free, cached ones too, since they are taken before anybody waits. Tokens are
-    those of full attention."""
+    """Make the load. Unused pages count as free, cached ones too, since they are taken before anybody waits. Tokens of
+    full attention are counted."""
     # throughput is left out: it measures load, not capacity, and routers that divide by it starve a new server
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)

@@ -32,7 +32,7 @@ _HEAD_PARTS = (
 _HEAD = re.compile("".join(_HEAD_PARTS) + r"(?=\{)")
 """A call up to its arguments."""
 _HEAD_SO_FAR = re.compile("".join(f"(?:{part}" for part in _HEAD_PARTS) + ")?" * len(_HEAD_PARTS))
-"""Any beginning of that."""
+"""Any beginning of a call up to its arguments."""
 _NATIVE, _NATIVE_END, _QUOTE = "<start_function_call>call:", "<end_function_call>", "<escape>"
 """FunctionGemma's own form: call:NAME{KEY:VALUE,...}, texts between two _QUOTE."""
 _NATIVE_CALL = re.compile(rf"{_NATIVE}([a-zA-Z0-9_.-]+)(\{{.*\}}){_NATIVE_END}", re.DOTALL)
@@ -146,7 +146,7 @@ class CallFinder:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._held = ""  # what is neither text nor call yet
+        self._held = ""  # characters that are neither text nor call yet
         self._state = self._read_opening
         self._depth, self._in_string, self._escaped = 0, False, False
 

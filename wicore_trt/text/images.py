@@ -69,7 +69,7 @@ def check_images(request: TextRequest, info: ImageInfo | None, most: int) -> Non
 
 def expand_marks(texts: Sequence[str], images: Sequence[ImageFile], field: str) -> list[str]:
     """Write the text of each image, and of its crops, at its mark; soft tokens come with `insert_soft_tokens`. The text
-    is that of transformers' Gemma3Processor.replace_image_token. Raises InvalidRequestError unless there is a mark for
+    follows transformers' Gemma3Processor.replace_image_token. Raises InvalidRequestError unless there is a mark for
     each image."""
     cut = [text.split(IMAGE_MARK) for text in texts]
     marks = sum(map(len, cut)) - len(cut)

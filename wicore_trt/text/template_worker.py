@@ -49,7 +49,7 @@ def _answer_job(data: bytes) -> bytes:
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> tuple[jinja2.Template, str]:
     """Compile a template; return it with the names that it reads and does not set, one a line.
-    The environment is that of transformers' apply_chat_template (utils/chat_template_utils.py): sandboxed,
+    The environment follows transformers' apply_chat_template (utils/chat_template_utils.py): sandboxed,
     immutable, trimmed blocks, loop controls, `generation` blocks, raise_exception, strftime_now, and a tojson filter
     that does not escape HTML."""
     import jinja2.ext

@@ -104,8 +104,8 @@ class Tokenizer:
         `checked`: the same tokenizer.json was loaded before, so its parts are not checked again.
         tokenizer.json is required. With a chat template, end ids are all that generation_config.json, config.json
         and the eos_token of tokenizer_config.json and special_tokens_map.json name, and the template's end of turn.
-        A base model has those of the first file that names some, as in transformers. BOS comes from the same files,
-        the token names first. The chat template is chat_template.jinja, chat_template.json or the one in
+        A base model has the end ids of the first file that names some, as in transformers. BOS comes from the same
+        files, the token names first. The chat template is chat_template.jinja, chat_template.json or the one in
         tokenizer_config.json, in this order.
         Raises EngineFormatError for missing, broken or contradicting files."""
         if TOKENIZER not in files:

@@ -52,8 +52,8 @@ def make_tools(
 ) -> Tools | None:
     """Make the tools of a request, None where no function may be called.
     `choice` is NONE, AUTO or REQUIRED; the function `named` must be called. `beside` is the constraint of an answer
-    without calls, and the field that asks for it. Raises InvalidRequestError with the fields `tools`, `tool_choice`
-    or that of `beside`."""
+    without calls, and the field that asks for it. Raises InvalidRequestError with the field `tools`, `tool_choice`
+    or the one in `beside`."""
     if len(functions) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(functions)} items; at most {MAX_TOOLS} are taken.", field="tools")
     names = [function.name for function in functions]

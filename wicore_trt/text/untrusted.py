@@ -1,6 +1,6 @@
 """Keep special tokens in texts of messages as text: only the template itself writes tokens.
 
-The method and ids are those of transformers' `apply_chat_template(sanitize_control_tokens=True)`
+Methods and ids follow transformers' `apply_chat_template(sanitize_control_tokens=True)`
 (utils/chat_template_utils.py): marks are put between two characters that no text has, and the text between is
 encoded by the tokenizer's model alone. Templates join texts of parts: where these together are a mark, they are cut.
 Must not know messages. Invariant: texts without such a mark are not touched.
@@ -19,7 +19,7 @@ import tokenizers
 
 _FIRST, _LAST = 0xF0000, 0xFFFFD  # private characters
 _PIECES = ("text", "content")
-"""Keys of what may come to stand one behind the other, stripped or not."""
+"""Keys of texts that a template may join, stripped or not."""
 
 
 class ControlTokens:

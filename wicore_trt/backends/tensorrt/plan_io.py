@@ -129,7 +129,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Inputs of a plan's build. `dtype` is that of the activations."""
+    """Inputs of a plan's build. `dtype` is of the activations."""
 
     spec: Gemma3Spec
     limits: PlanLimits

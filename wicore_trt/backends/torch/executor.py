@@ -105,7 +105,7 @@ class TorchExecutor:
         kv_dtype: str | None = None,
         vision: VisionWeights | None = None,
     ) -> TorchExecutor:
-        """Make an executor from a unified checkpoint's tensors in memory. `dtype` is that of the activations."""
+        """Make an executor from a unified checkpoint's tensors in memory. `dtype` is of the activations."""
         return cls(EngineTensors(spec, dtype, kv_dtype or dtype, fuse_weights(tensors, spec), vision=vision), settings)
 
     def execute(self, batch: StepBatch) -> StepResult:

@@ -38,7 +38,7 @@ BLOCK_DTYPES = (torch.uint8, torch.int8)
 
 @dataclass(frozen=True, slots=True)
 class EngineTensors:
-    """Engine whose weights are in host memory, as `fuse_weights` returns them. `dtype` is that of the activations.
+    """Engine whose weights are in host memory, as `fuse_weights` returns them. `dtype` is of the activations.
     `max_context` None is the model's own limit. `vision`: None for an engine that reads text alone."""
 
     spec: Gemma3Spec

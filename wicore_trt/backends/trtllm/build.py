@@ -42,7 +42,7 @@ class TensorRTLLMBackend:
     """Implements `engine.options.Backend`. Its part of the engine directory is `trtllm/`."""
 
     def targets(self, options: BuildOptions) -> list[str]:
-        """List the architecture that `trtllm-build` compiles for: always that of this machine's GPU, as ["sm90"].
+        """List the architecture that `trtllm-build` compiles for: always this machine's GPU, as ["sm90"].
         Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU."""
         require_tensorrt_llm()
         find_trtllm_build()

@@ -60,7 +60,7 @@ class StepMoves:
 
 @dataclass(slots=True)
 class _Sequence:
-    """State of a request. `start`: tokens on the device before its first pass, of which the last `promised` are loaded
+    """State of a request. `start`: tokens on the device before its first pass; the last `promised` of them are loaded
     from `matched`; `saved`: pages already considered for saving."""
 
     names: TenantNames
