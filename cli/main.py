@@ -19,7 +19,7 @@ from wicore_trt.errors import EnvironmentUnfitError, WicoreError, missing_packag
 
 INTERRUPTED = 130
 COMPLAIN_MS = 1000
-"""How long an error waits for who reads it."""
+"""Milliseconds that an error waits for its reader."""
 MAX_LINE = 1000
 """Characters of an error. A pipe that takes anything takes as many."""
 _interrupts: list[int] = []

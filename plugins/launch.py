@@ -28,7 +28,7 @@ from wicore_trt.plugins.layout import Launch
 WARP = 32
 DEFAULT_SHARED = 48 * 1024  # dynamic shared memory of a block that needs no opt-in
 C_CODES = {"i32": "i", "i64": "q", "fp32": "f"}
-"""Of `struct`; other types are pointers."""
+"""Codes of `struct` by type; other types are pointers."""
 
 
 class Launcher(Protocol):

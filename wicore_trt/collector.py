@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARELY = (50_000, 20, 20)
-"""For gc.set_threshold: objects made since, and collections of the generation below. With Python's own (700, 10, 10) a
-fifth of the time of looking up, loading and evicting pages goes into collections that free nothing."""
+"""Thresholds of gc.set_threshold: objects made since, and collections of the generation below. With Python's own (700,
+10, 10) a fifth of the time of looking up, loading and evicting pages goes into collections that free nothing."""
 
 
 def collect_rarely() -> None:

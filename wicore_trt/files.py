@@ -38,7 +38,7 @@ CONFIG_ENDS = "config_eos_token_id"
 """Key of an engine's generation_config.json: the ends that the model's config.json names, which no engine has."""
 
 MAX_DEPTH = 32
-"""How deep objects and lists of a JSON file may nest; the files read here need five levels."""
+"""Levels that objects and lists of a JSON file may nest; the files read here need five levels."""
 
 _COPY_BYTES = 1 << 20
 _KINDS = {

@@ -433,7 +433,7 @@ class TextRequest:
     """Index of the replica that must compute it, where there are several."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
-    """Whether a conversation ends with the opening of the model's turn."""
+    """End a conversation with the opening of the model's turn."""
     truncate_prompt_tokens: int | None = None
     """The last tokens of the prompt that are kept; -1: as many as fit."""
     content: tuple[ContentSpan, ...] = ()
@@ -509,7 +509,7 @@ class ModelInfo:
     chat_note: str | None = None
     """A note for users who chat with it: that it is a base model, or why it cannot chat."""
     images: ImageInfo | None = None
-    """None for an engine that reads text alone."""
+    """Facts on images; None for an engine that reads text alone."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,15 +27,15 @@ from wicore_trt.errors import UnavailableError, shortened
 
 T = TypeVar("T")
 WAIT_SECONDS = 60.0
-"""For a machine so busy that a job's processor time takes that long."""
+"""Seconds after which a machine counts as too busy for a job's processor time."""
 _MESSAGE = 300  # characters of what went wrong
 ANSWERS = -1
-"""In the worker: the file in memory for its answers, which its owner reads."""
+"""Worker's file in memory for its answers, which its owner reads."""
 _PIPE_BYTES = 1 << 20  # as much as Linux lets a user have
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 27}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 28}",
            "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
-"""For glibc: a job uses the memory of the last one. New pages take longer than a picture's arithmetic. Numpy needs no
-threads."""
+"""Settings of glibc: a job uses the memory of the last one. New pages take longer than a picture's arithmetic. Numpy
+needs no threads."""
 _PYTHON = sys.executable  # that of this program, whatever others make of the name later
 _CODE = """
 import json, sys

@@ -24,7 +24,7 @@ from wicore_trt.errors import shortened
 MAX_LINES = 10_000
 """Lines that wait for the log's reader."""
 CLOSE_S = 1.0
-"""How long the last lines may hold up the end of the process."""
+"""Seconds that the last lines may hold up the end of the process."""
 QUIET_S = 10.0
 """Seconds between two lines of a kind that strangers can cause as often as they like."""
 MAX_VALUE, MAX_MESSAGE = 512, 1024

@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 FAILURES = ("abort", "error")
 """Reasons to finish that are none of the model's."""
 HIT_COUNTERS = {"vllm:prefix_cache_hits_total": "device", "vllm:external_prefix_cache_hits_total": "external"}
-"""Where a server names no tiers."""
+"""Tiers by counter, where a server names none."""
 
 
 class ModelOfList(msgspec.Struct):

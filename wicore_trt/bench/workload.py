@@ -32,7 +32,7 @@ been call who oil its now find long down day did get come made may part over new
 year live me back give most very after thing our just name good man think say great where help
 """
 WORDS = _TEXT.split()
-"""Each is one token after a blank in the vocabularies of today, so that a text has about as many tokens as words."""
+"""Words; each is one token after a blank in the vocabularies of today, so a text has about as many tokens."""
 TYPICAL_OUTPUT = 128
 """Output tokens of a trace's request that names none."""
 

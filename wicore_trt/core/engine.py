@@ -39,11 +39,11 @@ from wicore_trt.types import CacheStore, EngineStats, FinishReason, GenerateRequ
 log = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.005
-"""How long a step that has nothing to compute waits for transfers; new requests wait as long at most."""
+"""Seconds that a step without work waits for transfers; new requests wait as long at most."""
 WATCH_S = 0.5
-"""How often an idle engine of several processes looks whether all of them run."""
+"""Seconds between two looks of an idle engine of several processes whether all of them run."""
 CLOSE_S = 4.0
-"""How long pages that are still to be written to disk may hold up a shutdown."""
+"""Seconds that pages still to be written to disk may hold up a shutdown."""
 ATTENTION_STEPS = 32
 """Attention mass is measured on one step in so many, where a policy wants it."""
 

@@ -19,7 +19,7 @@ LATEST_S = 60.0
 LONGEST_S = 3600.0
 """The longest time to retry that is told because others have so much to do, before it is spread."""
 SPREAD = 0.25
-"""By what part of itself a time to retry is longer at random."""
+"""Part of itself by which a time to retry is longer at random."""
 HOLD_RATE = 0.1
 """Weight of the last sequence in the mean time that one runs."""
 

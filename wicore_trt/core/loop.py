@@ -30,7 +30,7 @@ from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOu
 log = logging.getLogger(__name__)
 
 TIDY_S = 0.02
-"""How often an idle engine looks after KV transfers that are still under way."""
+"""Seconds between two looks of an idle engine after KV transfers that are still under way."""
 STACK = 32 << 20
 """Bytes of stack of the threads that build and use grammars, which nest as deep as the check let them."""
 MAX_PIXELS = 4 << 30

@@ -26,7 +26,7 @@ from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOu
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.005
-"""How long a step waits for the engine; new requests and aborts wait as long at most."""
+"""Seconds that a step waits for the engine; new requests and aborts wait as long at most."""
 
 
 @dataclass(slots=True, eq=False)

@@ -224,7 +224,7 @@ class TextStream:
         self._changed = asyncio.Event()
         self.prompt_token_ids: tuple[int, ...] = ()
         self.ends = None if request.timeout_s is None else time.monotonic() + request.timeout_s + LATE_S
-        """When nobody waits for the engine any more."""
+        """Stamp from which on nobody waits for the engine."""
         self._longest = 0  # output tokens
         self._computes = False
         self.begun = asyncio.Event()  # set when the engine computes, or when the request ended before

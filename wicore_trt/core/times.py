@@ -18,7 +18,7 @@ GAP_S = (
 )
 WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 STEP_TOKENS = (1.0, *(float(1 << e) for e in range(3, 15)))
-"""Of a step's tokens."""
+"""Bounds of a step's tokens."""
 TOKENS = (1.0, 2.0, 5.0, *(float(k * 10**e) for e in range(1, 5) for k in (1, 2, 5)), 100_000.0, 200_000.0)
 
 

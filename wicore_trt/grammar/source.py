@@ -26,7 +26,7 @@ LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 30_000, "step_max_ite
 for one mask, which take up to 6 us each."""
 MAX_CHOICES = 4096
 TRIED_BYTES, TRIED_S = 512, 0.1
-"""How far a text is followed, and for how many seconds at most: a grammar whose tokens take long is none that fails."""
+"""Bytes of a text that are followed, and seconds at most: a grammar whose tokens take long is none that fails."""
 _OPENERS = b'{["],:}'
 """Bytes of JSON that are tried first, in this order: into what is nested, and from there through all properties."""
 UNENFORCED = re.compile(r'"uniqueItems"\s*:\s*true')

@@ -120,11 +120,11 @@ class Cache(BaseModel):
     session: str | None = None
     """Names a conversation, whose pages stay pinned until it has been silent for `ttl_s`."""
     priority: Annotated[str, Field(json_schema_extra={"enum": ["low", "normal", "high"]})] | None = None
-    """How the pages compete for the cache."""
+    """Rank of the pages in the cache."""
     ttl_s: float | None = None
     """Seconds that the pages are kept at most after their last use."""
     store: Annotated[str, Field(json_schema_extra={"enum": ["all", "device", "never"]})] | None = None
-    """Where the pages may be kept: in all tiers, in GPU memory alone, or nowhere once the request has ended."""
+    """Tiers that may keep the pages: all, GPU memory alone, or none once the request has ended."""
 
 
 Stops = Annotated[Texts, Field(max_length=FIELDS["stop"].most)]
@@ -170,7 +170,7 @@ class Knobs(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Take the last so many tokens of the prompt alone; -1: as many as fit."""
     priority: Annotated[int, _bound_range("priority")] | None = None
-    """Of one tenant's requests lower ones run first."""
+    """Order among one tenant's requests: lower ones run first."""
     cache_salt: str | None = None
     """Requests share cached work only under equal salts."""
     cache: Cache | None = None
@@ -234,7 +234,7 @@ class ChatBody(GenerationFields):
     ) = None
     """Functions that the model may call."""
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
-    """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
+    """Call of functions: allowed (auto, the default), required (or one by name), or forbidden (none)."""
     parallel_tool_calls: bool | None = None
     """Several calls in one answer; default true."""
     add_generation_prompt: bool | None = None
@@ -287,7 +287,7 @@ class ResponsesBody(Knobs):
     tools: list[Annotated[dict[str, Any], WithJsonSchema(RESPONSE_TOOL)]] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(RESPONSE_TOOL_CHOICE)] | None = None
-    """Whether it may (auto, the default), must (required, or one by name) or must not (none)."""
+    """Call of functions: allowed (auto, the default), required (or one by name), or forbidden (none)."""
     parallel_tool_calls: bool | None = None
     """Several calls in one answer; default true."""
     include: list[str] | None = None
@@ -331,7 +331,7 @@ class PromptBody(Body):
     tools: list[Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL)]] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[dict[str, Any], WithJsonSchema(MESSAGE_TOOL_CHOICE)] | None = None
-    """Whether it may (auto, the default), must (any, or tool by name) or must not (none)."""
+    """Call of functions: allowed (auto, the default), required (any, or tool by name), or forbidden (none)."""
 
 
 class MessagesBody(PromptBody, Knobs):
@@ -363,9 +363,9 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     """End a conversation with the opening of the model's turn; default true."""
     tools: list[Annotated[dict[str, Any], WithJsonSchema(TOOL)]] | None = None
-    """Functions that a conversation tells of."""
+    """Functions that a conversation describes."""
     tool_choice: Annotated[str | dict[str, Any], WithJsonSchema(TOOL_CHOICE)] | None = None
-    """With none it tells of no functions."""
+    """With none the conversation describes no functions."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Other variables of the model's chat template."""
     return_token_strs: bool | None = None

@@ -24,10 +24,10 @@ class Context(EntryState):
     loading_fix = "Wait until /ready answers 200."
     max_body_bytes: int
     local: bool = False
-    """Whether this machine alone reaches the address by its own name."""
+    """True where this machine alone reaches the address by its own name."""
     allowed_hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
-    """Web pages of these may call."""
+    """Origins of web pages that may call."""
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     began: float = field(default_factory=time.time)  # seconds since 1970
     gpus: asyncio.Future[Sequence[GpuUse]] | None = None

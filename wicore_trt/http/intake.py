@@ -83,7 +83,7 @@ MAX_FIELDS = 128
 LONGEST = 40
 """Characters of a name that may be a misspelling."""
 MISSPELLED = 0.8
-"""How much alike two names are that are meant to be the same, by difflib's ratio."""
+"""Least likeness of two names that are meant to be the same, by difflib's ratio."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from wicore_trt.metrics.machine import GpuUse, read_gpu_use, read_process_use
 from wicore_trt.types import EngineStats
 
 ANSWER_S = 2.0
-"""How long the engine may take to tell its statistics; a scrape has some ten seconds."""
+"""Seconds that the engine may take to tell its statistics; a scrape has some ten seconds."""
 
 
 async def serve_metrics(context: Context, call: Call) -> ASGIApp:

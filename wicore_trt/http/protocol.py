@@ -35,8 +35,8 @@ MAX_HEADERS = 256
 STALL_S = 120.0
 """Seconds for which a client may take nothing of what waits for it."""
 LINGER_S, LINGER_BYTES = 10.0, 32 << 20
-"""For how long, and how much of it, what a refused client goes on sending is read and dropped. A socket that is closed
-with unread bytes resets the connection, and the refusal is lost."""
+"""Seconds and bytes for which the rest of a refused client's message is read and dropped. A socket that is closed with
+unread bytes resets the connection, and the refusal is lost."""
 MAX_CONNECTIONS = 4096
 MAX_OF_ADDRESS = 3072
 """Connections of one address: three quarters, as a proxy in front is one."""

@@ -41,7 +41,7 @@ class Route:
     body: type[BaseModel] | None = None
     generates: bool = False
     anthropic: bool = False
-    """Its errors are of Anthropic's shape."""
+    """True where errors have Anthropic's shape."""
 
     @property
     def method(self) -> str:

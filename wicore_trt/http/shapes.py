@@ -58,7 +58,7 @@ class ChoiceShape(ResponseShape):
     done = b"data: [DONE]\n\n"
     prefix = ""
     one_prompt = True
-    """Whether all sequences have one prompt, which the answer describes beside its choices."""
+    """True where all sequences have one prompt, which the answer describes beside its choices."""
     kind = ""
     chunk_kind = ""
 

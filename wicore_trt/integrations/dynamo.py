@@ -37,7 +37,7 @@ from smg_grpc_proto.generated import common_pb2
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""How often the server is asked for its load and whether it takes requests."""
+"""Seconds between two questions to the server: its load, and whether it takes requests."""
 READY_S = 3600.0
 """An engine of many gigabytes takes minutes to load."""
 GRACE, GRACE_S = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 30

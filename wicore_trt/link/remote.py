@@ -37,9 +37,9 @@ from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelIn
 
 T = TypeVar("T")
 MOST_FILE_BYTES = 256 << 20
-"""Of pixels that wait for the engine; requests that were given up leave theirs until it reads again."""
+"""Bytes of pixels that wait for the engine; requests that were given up leave theirs until it reads again."""
 STATS_S = 5.0
-"""How long an engine may take to tell its statistics, which it does beside its steps."""
+"""Seconds that an engine may take to tell its statistics, which it does beside its steps."""
 STARTING = "it is being started"
 ENDED = "its process ended"
 

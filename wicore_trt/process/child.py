@@ -29,9 +29,9 @@ MAX_FDS = 4
 MAX_WAITING = 64
 """Messages that wait, behind what its socket holds, for a child to go on reading; then it counts as hung."""
 BEAT_S = 1.0
-"""How often the engine's process says that it gets on."""
+"""Seconds between two beats, by which an engine's process says that it gets on."""
 DUMP = signal.SIGUSR1
-"""Has it write the stacks of its threads."""
+"""Signal that has a process write the stacks of its threads."""
 MAX_TEXT = 1 << 13
 """Characters of a text in a message; as JSON each may take six bytes."""
 KILL_S, STOP_S = 1.0, 5.0

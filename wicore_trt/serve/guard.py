@@ -39,14 +39,14 @@ MAX_METADATA_BYTES, ENTRY_BYTES = 16 << 10, 32
 settings, and takes 16 MiB from one that does not."""
 DOMAIN = "wicore"
 DETAILS = "grpc-status-details-bin"
-"""Where clients of all languages look for the google.rpc.Status."""
+"""Metadata in which clients of all languages look for the google.rpc.Status."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
 Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
 
 
 INTERNAL = "Internal error; the server's log has it as {}."
-"""All that a client is told of an unexpected exception."""
+"""Text for a client on an unexpected exception."""
 
 
 class DuplicateRequestError(InvalidRequestError):

@@ -22,10 +22,10 @@ READ_S, LOOKS = 20.0, 20
 READS = 4
 """Health requests that are read at the same time. gRPC unpacks each up to the message limit before we see its size."""
 HURRY_S, LEAST_HURRY_S = 0.1, 0.01
-"""How long a health request may take to come while others wait for its place: less when many wait, at least the second
-number, which is enough for one that was sent with its call."""
+"""Seconds that a health request may take to come while others wait for its place: less when many wait, at least the
+second number, which is enough for one that was sent with its call."""
 WAIT_S = 0.25
-"""How long silent calls may hold up later ones, roughly: probes give up after a second."""
+"""Seconds that silent calls may hold up later ones, roughly: probes give up after a second."""
 MAX_HEALTH_BYTES = 1024
 """A health request holds the name of a service."""
 

@@ -24,11 +24,11 @@ LISTENERS = 4
 LOOK_S, RETRY_S = 0.5, 0.02
 """Time between two looks for the file of a Unix socket, and between two attempts to take an address."""
 ACCEPTING = "_server_main_loop"
-"""In the name of the coroutine in which grpc.aio accepts calls."""
+"""Part of the name of the coroutine in which grpc.aio accepts calls."""
 PATIENCE, SLOW_S = 1000, 0.25
-"""Each broken server keeps some 40 KB for ever; after so many the next ones come more slowly."""
+"""Broken servers, which keep some 40 KB each for ever, after which the next ones come more slowly."""
 STOP_S = 1.0
-"""How much longer than its grace gRPC may take to stop. A server that broke waits for the client that broke it."""
+"""Seconds beyond its grace that gRPC may take to stop. A server that broke waits for the client that broke it."""
 
 _BROKEN: list[grpc.aio.Server] = []
 

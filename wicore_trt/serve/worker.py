@@ -49,7 +49,7 @@ EPOCH_SHIFT, FIRST_NUMBER = 32, 1 << 20
 """A KV batch's number is the second in which its feed was first seen, shifted by the first of these, and the event's in
 that feed. The parts of a snapshot have numbers that end where it was taken, so there is room below the first event."""
 RETURN_S = 0.1
-"""How often a replica that has ended is looked for."""
+"""Seconds between two looks for a replica that has ended."""
 CHUNK_BYTES = 1 << 16
 """Bytes of a tokenizer in a message; a reader that stops has one on its way."""
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}

@@ -22,7 +22,7 @@ WORKER = WorkerProcess("wicore_trt.text.template_worker", LIMITS)
 # OpenAI's newer name for the system role and Gemma's own name for the assistant are taken as what they mean.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
 REFUSED_KEYS = ("function_call", "audio", "images", "videos", "prefix", "partial")
-"""Of messages: what would change the answer. Other keys are the template's to read or to leave alone."""
+"""Keys of messages that would change the answer. Other keys are the template's to read or to leave alone."""
 _MAX_TEMPLATE = 1 << 18  # characters; Gemma's has 1,500
 _OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Names of a template that are the request's, and no variables of it."""
@@ -160,9 +160,9 @@ class ChatTemplate:
 
 
 CALL_MARK = "<start_function_call>call:"
-"""How calls begin that `text.calls` reads: FunctionGemma's."""
+"""Beginning of calls that `text.calls` reads: FunctionGemma's."""
 CALL_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>")
-"""The tokens of these, which are text of an answer though they are special."""
+"""Tokens of such calls, which are text of an answer though they are special."""
 
 
 def checked_variables(given: object) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from wicore_trt.errors import EngineFormatError, first_fault, shown
 from wicore_trt.files import UntrustedFiles
 
 MAX_GROWTH = 8
-"""How many times longer normalizing or decoding may make a text; Gemma's replace one character by one."""
+"""Times by which normalizing or decoding may make a text longer; Gemma's replace one character by one."""
 
 _MAX_VALUES = 4_000_000  # a JSON value takes some 60 bytes of memory; Gemma's file has 1.3 million
 _MAX_GROUPS = 1_500_000  # objects and lists; Gemma's file has 0.5 million

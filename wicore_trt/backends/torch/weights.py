@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 6
 BLOCK_DTYPES = (torch.uint8, torch.int8)
-"""Of weights that are stored in blocks (`weight_format.LAYOUTS`)."""
+"""Dtypes of weights that are stored in blocks (`weight_format.LAYOUTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
