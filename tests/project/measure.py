@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import chain, pairwise
 
 from repository import GENERATED, ROOT, SOURCES, imports, module_of, parse, python_sources, read, tracked
 
@@ -109,6 +110,19 @@ def list_docstrings() -> Iterator[tuple[str, str]]:
 def find_first_words() -> list[str]:
     """Docstrings that begin with a pronoun, a preposition or the like."""
     return [f"{place} {text.splitlines()[0]}" for place, text in list_docstrings() if FIRST_WORDS.match(text)]
+
+
+def find_attribute_first_words() -> list[str]:
+    """Strings below a constant or a field of the product that begin so."""
+    found = []
+    for path in python_sources():
+        bodies = [node.body for node in walk(path) if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Module))]
+        for above, node in chain.from_iterable(map(pairwise, bodies)):
+            described = isinstance(above, (ast.Assign, ast.AnnAssign)) and isinstance(node, ast.Expr)
+            text = str(getattr(node.value, "value", "")) if described else ""
+            if FIRST_WORDS.match(text):
+                found.append(f"{path}:{node.lineno} {text.splitlines()[0]}")
+    return found
 
 
 def find_long_sentences() -> list[str]:
@@ -230,6 +244,7 @@ def folder_of(path: str) -> str:
 
 
 LISTS: dict[str, Callable[[], list[str]]] = {
+    "attribute_first_words": find_attribute_first_words,
     "class_names_twice": find_equal_classes,
     "docstring_first_words": find_first_words,
     "docstring_long_sentences": find_long_sentences,

@@ -12,6 +12,7 @@ from repository import parse, python_sources
 
 MAX_FUNCTION_LINES = 80
 ADVICE = {
+    "attribute_first_words": "begin with a noun and its unit: seconds that ..., bytes of ...",
     "class_names_twice": "give one of the two a name of its own (glossary in ARCHITECTURE.md)",
     "docstring_first_words": "begin with a verb or a noun of the glossary",
     "docstring_long_sentences": f"at most {measure.DOCSTRING_WORDS} words a sentence",

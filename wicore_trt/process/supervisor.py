@@ -50,7 +50,7 @@ Report = Callable[[str, "str | None"], None]
 FRONT_S, FRONT_START_S = 20.0, 120.0
 """A front that says nothing for so long counts as hung; the second number holds until it listens."""
 LOAD_S = 120.0
-"""The same for an engine that loads, whose watchdog may be more patient."""
+"""Seconds for which an engine that loads may be silent; its watchdog may be more patient."""
 SLOW_S = 5.0
 """Time until the next attempt when the system has no room for a process or a socket."""
 DUMP_S = 1.0

@@ -32,7 +32,7 @@ _HEAD_PARTS = (
 _HEAD = re.compile("".join(_HEAD_PARTS) + r"(?=\{)")
 """A call up to its arguments."""
 _HEAD_SO_FAR = re.compile("".join(f"(?:{part}" for part in _HEAD_PARTS) + ")?" * len(_HEAD_PARTS))
-"""Any beginning of a call up to its arguments."""
+"""Beginning, of any length, of a call up to its arguments."""
 _NATIVE, _NATIVE_END, _QUOTE = "<start_function_call>call:", "<end_function_call>", "<escape>"
 """FunctionGemma's own form: call:NAME{KEY:VALUE,...}, texts between two _QUOTE."""
 _NATIVE_CALL = re.compile(rf"{_NATIVE}([a-zA-Z0-9_.-]+)(\{{.*\}}){_NATIVE_END}", re.DOTALL)
