@@ -121,7 +121,7 @@ async def test_a_full_queue_says_when_to_come_back_and_a_wrong_key_is_told(tmp_p
         with Client(running.address, api_key="wrong") as client, pytest.raises(AuthenticationError):
             await asyncio.to_thread(client.generate, "hello", GREEDY)
         with Client(running.address, api_key="k" * 32) as client:
-            codes = running.server.service._admission.counts.grpc
+            codes = running.server.service.admission.counts.grpc
             with Gate(executor_of(engine)):
                 asked = asyncio.to_thread(client.generate, ["a", "b"] * 40, replace(LONG, max_tokens=30))
                 answers = asyncio.ensure_future(asked)  # they are read in order

@@ -1,4 +1,4 @@
-"""Limits for every way into the server: keys, open calls and generations, rates of requests and tokens, counts.
+"""Limits for every way into the server: keys, open calls, rates of requests and tokens, counts of ended calls.
 
 All servers of a process share one Admission, so that limits hold over all protocols. It must not know what a call does.
 Invariants: over any span a tenant starts at most one bucket more than its rate gives; a reservation is settled once;
@@ -7,23 +7,18 @@ names that strangers write (methods, paths) add no row to the counts.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
 
 from wicore_trt.access.keys import Identity, KeyRing
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.config import ServerSettings
 from wicore_trt.core.shares import Gate
-from wicore_trt.errors import AuthenticationError, RateLimitError, UnavailableError
+from wicore_trt.errors import AuthenticationError, RateLimitError
 from wicore_trt.types import ImageInfo, TextRequest
-
-if TYPE_CHECKING:
-    from wicore_trt.core.text_engine import TextEngine
 
 MAX_CALLS = 4096
 """Calls that are open at the same time; more are refused."""
@@ -211,53 +206,6 @@ class Admission:
         finally:
             if grant.bucket is not None:  # unused tokens come back, those beyond the reservation are taken
                 grant.bucket.add_units(grant.reserved - grant.used)
-
-
-def _make_set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
-
-@dataclass(eq=False)
-class EntryState:
-    """State of one way into the server, gRPC or HTTP. The engine is attached when it is ready; while `draining`, new
-    generations are refused. `open` counts generations by tenant, and `idle` is set while there is none."""
-
-    loading_fix: ClassVar[str]
-    """Advice to a client that comes before the engine."""
-    admission: Admission
-    engine: TextEngine | None = field(default=None, init=False)
-    draining: bool = field(default=False, init=False)
-    open: Counter[str] = field(default_factory=Counter, init=False)
-    idle: asyncio.Event = field(default_factory=_make_set_event, init=False)
-
-    def require_engine(self) -> TextEngine:
-        """Return the engine. Raises UnavailableError while it is loading."""
-        if self.engine is None:
-            raise UnavailableError("The engine is still loading.", fix=self.loading_fix)
-        return self.engine
-
-    def require_serving(self) -> TextEngine:
-        """Return the engine for a new generation. Raises UnavailableError when the server starts or ends."""
-        if self.draining:
-            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
-        return self.require_engine()
-
-    @contextmanager
-    def count_generation(self, tenant: str) -> Iterator[TextEngine]:
-        """Yield the engine to a generation. Raises UnavailableError as `require_serving` does."""
-        engine = self.require_serving()
-        self.open[tenant] += 1
-        self.idle.clear()
-        try:
-            yield engine
-        finally:
-            self.open[tenant] -= 1
-            if not self.open[tenant]:
-                del self.open[tenant]
-            if not self.open:
-                self.idle.set()
 
 
 def find_message_limit(max_context: int | None, megabytes: int | None = None) -> int:

@@ -20,10 +20,11 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from wicore_trt import __version__
-from wicore_trt.access.admission import Admission, EntryState
+from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
 from wicore_trt.access.keys import Identity
 from wicore_trt.checks import check_count
+from wicore_trt.core.entry import EntryState
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import tokenize_prompt
@@ -49,7 +50,8 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
     loading_fix = "Wait until the health check says SERVING."
 
     def __init__(self, *, max_message_bytes: int, admission: Admission) -> None:
-        super().__init__(admission)
+        super().__init__()
+        self.admission = admission
         self._max_message_bytes = max_message_bytes
         self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
