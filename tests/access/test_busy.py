@@ -98,7 +98,7 @@ async def grpc_status(call):
 @asynccontextmanager
 async def crowded(limits: Limits | None = None, key: str = "", **settings):
     pages = {GLOBAL: 2 * CONTEXT // 4, LOCAL: 256}
-    core = make_core(pages=pages, max_context=CONTEXT, max_sequences=1)
+    core = make_core(pages=pages, max_context=CONTEXT, max_sequences=1, clock=lambda: 100.0)  # however long it takes
     core.limits = limits or Limits(max_queue_s=15.0)
     core._hold_s = 10.0  # as far as is known, the place becomes free in so many seconds
     go, held, execute, free = threading.Event(), threading.Event(), core.executor.execute, iter(range(4))
