@@ -263,6 +263,32 @@ def test_threads_that_do_not_start_do_not_end_the_process() -> None:
     assert (ran.returncode, ran.stdout) == (0, "None\n"), ran.stderr
 
 
+def test_a_late_move_that_no_thread_began_gives_its_buffer_back_whatever_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a disk that hangs would keep host memory for all that was asked of it."""
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files, probe = Gate(), Probe(lambda parts: b"d" * 16, SLOT)
+    files.open_again.set()
+    store: DiskStore = open_store(tmp_path, files=files, threads=1)
+    assert isinstance(store._mover, NativeMover)
+    assert wait_for(store.write_page, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
+    files.open_again.clear()
+    files.waiting, told, targets = 0, [[], []], buffers([b"p" * SLOT] * 2)
+    for number in range(2):
+        assert store.read_page(make_page(0), (0,), [targets[number]], told[number].append, probe=probe)
+    wait_until(lambda: files.waiting == 1)
+    hurry(store._pool, 0.05)
+    wait_until(lambda: told == [[Outcome.TIMEOUT], [Outcome.TIMEOUT, Outcome.RETURNED]])
+    files.open_again.set()
+    wait_until(lambda: told[0] == [Outcome.TIMEOUT, Outcome.RETURNED])
+    hurry(store._pool, 30.0)
+    again = aligned_buffer(SLOT)
+    assert wait_for(partial(store.read_page, probe=probe), make_page(0), (0,), [again]) is Outcome.OK
+    assert bytes(targets[1]) == b"p" * SLOT and len(told[1]) == 2 and files.waiting == 2
+    store.close()
+
+
 def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_calls", calls_of)
     files, ends = Gate(), list[str]()

@@ -70,7 +70,8 @@ class NativeMover(PageMover):
         # these return at once: to give the interpreter away would only cost the time to get it back
         self._quick = ctypes.PyDLL(library._name)  # noqa: SLF001 -- ctypes' only name
         self._end, self._more, self._library, self._threads = end, more, library, threads
-        self._others, self._lock = SimpleQueue[tuple[PageMove, DiskOperation, Landed] | None](), threading.Lock()
+        self._others, self._lock = SimpleQueue[int | None](), threading.Lock()
+        self._queued: dict[int, tuple[PageMove, DiskOperation, Landed]] = {}  # of these, those not dropped
         self._helpers: list[threading.Thread] = []
         self._moves: dict[int, tuple[DiskOperation, Landed, tuple[object, ...]]] = {}  # by address
         self._key: tuple[Any, int] = None, 0
@@ -88,7 +89,10 @@ class NativeMover(PageMover):
                     helper = threading.Thread(target=self._make_others, name="wicore-disk", daemon=True)
                     helper.start()  # raises where the system has no thread left: the move fails, none waits for ever
                     self._helpers.append(helper)
-            self._others.put((move, op, landed))
+            number = id(op)
+            self._queued[number] = move, op, landed
+            op.drop = lambda: self._queued.pop(number, None) is not None
+            self._others.put(number)
             return None
         buffers, places = list(map(c_char.from_buffer, move.parts)), list[int]()
         for slot, buffer in zip(slots, buffers, strict=True):
@@ -120,9 +124,10 @@ class NativeMover(PageMover):
         self._library.wicore_disk_close(self._handle)
 
     def _make_others(self) -> None:
-        while (item := self._others.get()) is not None:
-            _, op, _ = item
-            outcome: Outcome | None = None
+        while (number := self._others.get()) is not None:
+            if (item := self._queued.pop(number, None)) is None:
+                continue
+            op, outcome = item[1], None
             try:
                 outcome = super().begin(*item)
             except Exception:
