@@ -289,6 +289,32 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     store.close()
 
 
+def test_an_index_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often a page leaves meanwhile; what could not be cleared is cleared later."""
+
+    class Failing(Weak):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            if self.error is not None and len(buffers[0]) == RECORD:
+                failed.release()
+                raise OSError(self.error, os.strerror(self.error))
+            return super().pwritev(fd, buffers, offset)
+
+    files, failed = Failing(), threading.Semaphore(0)
+    store = open_store(tmp_path, files=files)
+    for slot in range(3):
+        put(store, make_page(slot), (slot,), PARTS[:1])
+    files.error = errno.EIO
+    for slot in range(3):
+        store.erase_slots((slot,))
+        assert failed.acquire(timeout=60)
+    files.error = None
+    store.close()
+    assert [record.exc_info for record in caplog.records] == [None], caplog.text
+    store = open_store(tmp_path)
+    assert not recover(store)
+    store.close()
+
+
 def test_no_record_names_what_is_being_overwritten(tmp_path: Path) -> None:
     files = Weak()
     store, old = open_store(tmp_path, files=files, threads=1), make_page(1)

@@ -309,9 +309,13 @@ class DiskStore:
     def _run_chore(self) -> None:
         """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""
         try:
-            self._wiper.wipe_slots(WIPE_BYTES)
-        finally:
-            self._index.flush_records()
+            try:
+                self._wiper.wipe_slots(WIPE_BYTES)
+            finally:
+                self._index.flush_records()
+        except OSError as error:  # the next chore tries again
+            self._log_once("cleaning", error)
+            return
         if self._wiper.pending:
             self._pool.request_chore()
 
