@@ -63,7 +63,7 @@ async def test_errors_are_records_and_not_exceptions():
     engine = make_engine(max_waiting=2, max_sequences=1)
     async with serving(engine) as running:
         target = await GrpcTarget.connect(running.address)
-        codes = running.server.service._admission.counts.grpc
+        codes = running.server.service.admission.counts.grpc
         with Gate(executor_of(engine)):
             asked = asyncio.ensure_future(ask_at_once(target, requests(8)))
             await until(lambda: codes["Generate", "RESOURCE_EXHAUSTED"])

@@ -93,7 +93,9 @@ async def test_a_killed_replica_takes_its_requests_with_it_and_no_others(tmp_pat
         stop = False
 
         async def computes(number: int) -> bool:
-            return (await read_counts(client, "wicore_requests_running"))[number] > 0
+            """Whether it has a request, which counts as one that waits until its first step is over."""
+            names = ("wicore_requests_running", "wicore_requests_waiting")
+            return sum([(await read_counts(client, name)).get(number, 0) for name in names]) > 0
 
         async def load(number: int) -> None:
             own = random.Random(number)

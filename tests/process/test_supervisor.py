@@ -434,12 +434,12 @@ async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
     hold = tmp_path / "hold"
     async with supervised(tmp_path, backlog=1000, step_s=0.001, hold=str(hold)) as server:
         await serving(server)
-        hold.touch()
         [engine], [front] = server.alive("engine"), server.alive("front")
         async with server.stub() as stub:
             streams = [stub.Generate(request(f"cut off {i}", 3000)) for i in range(8)]
             feeds = [aiter(stream) for stream in streams]
             await asyncio.gather(*map(anext, feeds))
+            hold.touch()  # so that none ends before the front stands still
             files = psutil.Process(engine).num_fds()
             os.kill(front, signal.SIGSTOP)
             try:

@@ -182,7 +182,8 @@ async def test_a_full_queue_says_when_to_come_back():
             calls = [running.stub.Generate(request(str(i), 400)) for i in range(6)]
             failures = [asyncio.ensure_future(failure(call)) for call in calls]
             await until(lambda: sum(task.done() for task in failures) == 4)
-            assert stats_now(engine).requests_running == 1 and stats_now(engine).requests_waiting == 2
+            await until(lambda: stats_now(engine).requests_running == 1)
+            assert stats_now(engine).requests_waiting == 2
             for code, _, details in (task.result() for task in failures if task.done()):
                 assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert details["RetryInfo"].retry_delay.ToMilliseconds() >= 1000
