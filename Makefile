@@ -31,7 +31,7 @@ test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU neede
 	$(PY) -m pytest -m long tests/engine/test_triton_backend.py
 
 test-long: setup  ## soak and fault tests with long profiles
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m long
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m long --hypothesis-profile exploring
 
 CLIENTS := .venv-clients/.setup .venv-clients-litellm/.setup .venv-clients-lm-eval/.setup tests/clients/node/node_modules/.setup
 test-clients: setup $(CLIENTS)  ## the clients of docs/serving.md against Gemma 3 270M; minutes, and 2 GB of packages

@@ -37,8 +37,9 @@ if find_spec("hypothesis"):  # which a GPU's machine may lack
     from hypothesis import HealthCheck, settings
 
     # How fast a busy machine makes and runs examples must fail no test.
-    settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")
+    settings.register_profile("exploring", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("repeating", settings.get_profile("exploring"), derandomize=True)
+    settings.load_profile("repeating")  # the default suite judges a change, the long one looks for new examples
 
 
 @pytest.hookimpl(wrapper=True)
