@@ -18,6 +18,7 @@ from process.test_reload import ALICE
 from process.test_supervisor import Server, answer, supervised
 from prometheus_client.parser import text_string_to_metric_families
 from serve.serving import expected
+from suspend import suspend_process
 
 from wicore_trt.serve.front import MAX_METRICS
 
@@ -116,7 +117,7 @@ async def test_a_process_that_hangs_holds_up_nothing_else(tmp_path, name):
     """The supervisor answers, starts the others again, and ends what takes none of its messages any more."""
     async with administered(tmp_path, narrow=True) as (server, client):
         [hangs] = server.alive(name)
-        os.kill(hangs, signal.SIGSTOP)
+        suspend_process(hangs)
         try:
             assert (await client.get("/health")).status_code == 200
             other = "engine" if name == "front" else "front"
@@ -164,7 +165,7 @@ async def test_metrics_of_any_length_are_there_and_some_while_the_front_hangs(tm
         assert found["wicore_process_up", "front"] == found["wicore_process_up", "engine"] == 1
         assert found["wicore_engine_up", ""] == 1 and ("wicore_process_resident_bytes", "engine") in found
         [front] = server.alive("front")
-        os.kill(front, signal.SIGSTOP)
+        suspend_process(front)
         try:
             found = await scraped(client)
             assert ("wicore_engine_up", "") not in found and found["wicore_process_up", "front"] == 1

@@ -23,6 +23,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
+from suspend import suspend_process
 
 from wicore_trt.errors import EngineDeadError
 from wicore_trt.process.child import PATIENCE, QUICK_S, ChildSlot
@@ -241,10 +242,6 @@ async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
 
 
-def thread_states(pid: int) -> set[str]:
-    return {path.read_text().rpartition(")")[2][1] for path in Path(f"/proc/{pid}/task").glob("*/stat")}
-
-
 @pytest.mark.parametrize("how", ["a step that does not end", "a process that stands still"])
 async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(tmp_path, how):
     """Not while it loads, and not while it has nothing to do, for longer than the watchdog waits, which the first case
@@ -259,9 +256,7 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
             await asyncio.sleep(0 if stands else 4.5)
             assert server.alive("engine") == [first]
             if stands:
-                os.kill(first, signal.SIGSTOP)
-                while thread_states(first) != {"T"}:  # on a busy machine its other threads go on for a while
-                    await asyncio.sleep(0.03)
+                suspend_process(first)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await answer(stub, "hangs", 50)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -441,11 +436,9 @@ async def test_a_front_that_was_cut_off_is_joined_to_its_engine_again(tmp_path):
             await asyncio.gather(*map(anext, feeds))
             hold.touch()  # so that none ends before the front stands still
             files = psutil.Process(engine).num_fds()
-            os.kill(front, signal.SIGSTOP)
+            suspend_process(front)
             try:
                 async with asyncio.timeout(60):
-                    while thread_states(front) != {"T"}:
-                        await asyncio.sleep(0.03)
                     hold.unlink()
                     while psutil.Process(engine).num_fds() >= files:  # until it has closed its end
                         await asyncio.sleep(0.05)
@@ -480,7 +473,7 @@ async def test_a_front_that_cannot_listen_for_a_while_is_tried_again(lasting):
     server = lasting
     [front] = server.alive("front")
     port = int(server.address.rpartition(":")[2])
-    os.kill(server.process.pid, signal.SIGSTOP)  # so that the next front is not there first
+    suspend_process(server.process.pid)  # so that the next front is not there first
     os.kill(front, signal.SIGKILL)
     try:
         listener = await taken(port)
@@ -525,7 +518,7 @@ async def test_a_front_that_stands_still_is_ended_and_the_next_one_serves(tmp_pa
     async with supervised(tmp_path, front_s=4) as server:
         await serving(server)
         [front] = server.alive("front")
-        os.kill(front, signal.SIGSTOP)
+        suspend_process(front)
         async with asyncio.timeout(60):
             while front in server.alive("front"):
                 await asyncio.sleep(0.05)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from suspend import suspend_process
 
 from wicore_trt import worker_process
 from wicore_trt.errors import EngineFormatError, InvalidRequestError, UnavailableError
@@ -89,7 +90,7 @@ def test_a_worker_that_does_not_read_its_job_is_ended(monkeypatch: pytest.Monkey
     assert chat.WORKER.process is not None
     worker = chat.WORKER.process.pid
     monkeypatch.setattr(worker_process, "WAIT_SECONDS", 0.2)
-    os.kill(worker, signal.SIGSTOP)
+    suspend_process(worker)
     rescue = threading.Timer(60, os.kill, (worker, signal.SIGKILL))  # or a failure of this test would hang
     rescue.start()
     with pytest.raises(UnavailableError, match="got no time"):  # which is no fault of the template
