@@ -40,7 +40,7 @@ COUNTED = {
     "step": "submit", "prompt": "add", "ask": "_begin_read", "land": "_end_read", "store": "apply_copied",
     "launch": "launch",
 }  # fmt: skip
-"""Whose calls are the steps, prompts and pages."""
+"""Functions by kind: a call counts as one step, prompt, page or launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Counted:
 
     @property
     def costs(self) -> HostCosts:
-        """What a step, a prompt and a page took."""
+        """Milliseconds of a step, a prompt, a launch and a page so far."""
         return HostCosts(**{kind: 1e3 * self.seconds[kind] / max(1, self.calls[of]) for kind, of in COUNTED.items()})
 
 
@@ -90,7 +90,7 @@ class Counted:
 def counted(
     executor: Any, *, clock: Callable[[], float] = time.perf_counter, graph_tokens: int = 1 << 30
 ) -> Iterator[Counted]:
-    """Count in here. A step of more than `graph_tokens` tokens is a launch."""
+    """Count time and calls within a `with` block. A step of more than `graph_tokens` tokens is a launch."""
     found = Counted(clock)
 
     def timed(function: Callable[..., Any], kind: str) -> Callable[..., Any]:

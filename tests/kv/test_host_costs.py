@@ -1,4 +1,4 @@
-"""What the engine's thread takes: counted from outside, and given to the simulation."""
+"""Times of the engine's thread: counted from outside, and given to the simulation."""
 
 from __future__ import annotations
 

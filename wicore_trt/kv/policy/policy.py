@@ -188,7 +188,7 @@ class ChainPolicy(ABC):
         """Choose `count` pages to evict, least valuable first and children before parents; None when pins and
         `protected` leave fewer. Changes nothing: the caller evicts and reports each page with `remove_page`."""
         heap = self._heap
-        while count == 1 and heap:  # nearly always: who is asked for alone stays in the heap until it is removed
+        while count == 1 and heap:  # nearly always; a single victim stays in the heap until it is removed
             _, _, version, node = heap[0]
             if version == node.version and node.resident and not node.pins and not node.children:
                 if node.key in protected:

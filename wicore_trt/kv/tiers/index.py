@@ -428,9 +428,10 @@ class TierIndex:
         carriers = [node for node in nodes if node.carrier is not None]
         if carriers and self._quota_slots >= self.num_slots:
             (self.policy.pin_pages if used else self.policy.unpin_pages)([node.key for node in carriers])
-        for node in carriers if self._quota_slots < self.num_slots else ():
-            for policy in self._find_policies(node.tenant):
-                (policy.pin_pages if used else policy.unpin_pages)([node.key])
+        elif carriers:
+            for node in carriers:
+                for policy in self._find_policies(node.tenant):
+                    (policy.pin_pages if used else policy.unpin_pages)([node.key])
         for node in nodes:
             if node.spare:
                 self._set_spare(node, True)
@@ -467,8 +468,7 @@ class TierIndex:
         if spare and (key := next((key for key in spare if key not in stays[:1]), None)) is not None:
             leaving, cause = self._nodes[key].copies[-1:], "window"
         else:
-            victims = policy.choose_victims(1, stays)
-            if victims is None:
+            if (victims := policy.choose_victims(1, stays)) is None:
                 return False
             leaving = self._nodes[victims[0]].copies
         for copy in leaving:
