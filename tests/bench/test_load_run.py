@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 from fakes import Gate
+from lazy import LazyModule
 from serve.serving import make_engine as make_grpc_engine
 from serve.serving import serving as serving_grpc
 from web import executor_of, make_engine, serving, until
 
-from benchmarks.serve import plot
 from wicore_trt.bench.client import GrpcTarget, LocalTarget, run_quickly
 from wicore_trt.bench.load import LoadOptions, Offer, run_load, run_sweep
 from wicore_trt.bench.measure import RequestRecord
@@ -22,6 +22,7 @@ from wicore_trt.bench.workload import BenchRequest, LoadShape, PlannedTurn, Prom
 from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 
+plot = LazyModule("benchmarks.serve.plot")  # matplotlib
 WORDS = WordList(97, seed=0)
 
 
