@@ -46,9 +46,11 @@ class Run(NamedTuple):
     steps: list[float]
 
 
-def settings_for(config: EngineConfig, engine: Path, batch: int, tokens: int = CONTEXT + OUTPUT) -> Settings:
+def settings_for(
+    config: EngineConfig, engine: Path, batch: int, tokens: int = CONTEXT + OUTPUT, **more: int
+) -> Settings:
     """Room for `batch` prompts with outputs, of so many tokens, all at once; no prefix cache, so that no run helps
-    another."""
+    another. `more` replaces settings, with __ for the dot in their names."""
     sequences = places(batch)
     longest = div_ceil(tokens, PAGE_TOKENS) * PAGE_TOKENS
     flags = {
@@ -59,7 +61,7 @@ def settings_for(config: EngineConfig, engine: Path, batch: int, tokens: int = C
         "scheduler.max_batch_tokens": BATCH_TOKENS,
         "scheduler.max_sequences": sequences,
         "scheduler.max_context": longest,
-    }
+    } | {name.replace("__", "."): value for name, value in more.items()}
     return resolve_settings(None, flags, environ={}).settings
 
 

@@ -49,6 +49,8 @@ from wicore_trt.bench.report import describe_machine
 
 STAGES = ("bounds", "check", "ours", "startup", "vllm", "memory")
 MEMORY_TOKENS = 8192
+MEMORY_SETTINGS = {"kv__device_bytes": 2 << 30, "scheduler__max_batch_tokens": 2048}
+"""As the recipe for cards of 24 GB has them, but KV pages in 16 bits of one sequence."""
 FREE_SHARE, FREE_WAIT_S = 0.9, 20.0
 PATIENCE = 1.6
 """A peer may take so many times what it is expected to take."""
@@ -227,7 +229,7 @@ class GpuRun:
 
         def measure(config: EngineConfig) -> None:
             free_device_memory()
-            runner = BatchRunner.load(settings_for(config, self._engine(config), 1, MEMORY_TOKENS))
+            runner = BatchRunner.load(settings_for(config, self._engine(config), 1, MEMORY_TOKENS, **MEMORY_SETTINGS))
             try:
                 runner.run(1, MEMORY_TOKENS - cases.OUTPUT, cases.OUTPUT)
                 free, total = torch.cuda.mem_get_info()

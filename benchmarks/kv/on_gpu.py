@@ -145,8 +145,10 @@ class Engine:
             time.sleep(0.002)
 
     def forget_device(self, *, host: bool = False) -> None:
-        """Nothing is cached on the device any more, nor with `host` what the disk has in host memory."""
+        """Nothing is cached on the device any more, nor with `host` what the disk has in host memory. What was computed
+        last must have been copied before (`settle`)."""
         manager = self.core.scheduler.manager
+        assert not manager.copies.due, "pages wait for their copies"
         for pool in manager.pools.values():
             for page in pool.list_pages():
                 pool.drop_page(page.key)
@@ -339,8 +341,8 @@ def prefix(path: Path, lengths: Sequence[int], disk: Path, flags: dict[str, Any]
         engine.first_token_s(rng.choices(PROMPT_TOKENS, k=min(2000, longest - 64)))
         for n in lengths:
             for _ in range(3):
-                engine.forget_device(host=True)
                 engine.settle()
+                engine.forget_device(host=True)
                 asked(engine, n, "disk")
             say(f"prefix {n} from disk: {rows[n]['disk']}")
     return list(rows.values())
