@@ -25,7 +25,7 @@ from wicore_trt.kv.prefix.rates import DISK_PRIOR, HOST_PRIOR, TierMeter
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.long]  # tests/oracle has splits in the default suite
 
 TEXT = " ".join(topics[name] for name in sorted(topics))
 ANSWER = 4
@@ -122,7 +122,7 @@ class Engine:
         return got
 
 
-def compare(engine_270m: Path, path: Path, conversations: int, seed: int, longest: int = 900) -> Counter[str]:
+def compare(engine_270m: Path, path: Path, conversations: int, seed: int) -> Counter[str]:
     """Ask so many questions about known texts and compare with an engine that has no tiers; what was reached."""
     rng = random.Random(seed)
     plain = load_engine(
@@ -138,14 +138,11 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int, longes
     texts = []
     for _ in range(max(3, conversations // 12)):
         start = rng.randrange(len(TEXT) - 8000)
-        texts.append(encode(TEXT[start : start + 8000])[: rng.randint(250, longest)])
+        texts.append(encode(TEXT[start : start + 8000])[: rng.randint(250, 900)])
     questions = [encode(f" Number {i}:", add_bos=False) for i in range(40)]
     engine = Engine(path, engine_270m, rng, plain.tokenizer)
     asked = 0
-    # how long things take on this machine says what is split
-    while asked < conversations or (
-        asked < 10 * conversations and not (engine.counts["split"] and engine.counts["jump"])
-    ):
+    while asked < conversations:
         if asked and rng.random() < 0.08:
             engine.restart()
         if rng.random() < 0.6:
@@ -168,14 +165,6 @@ def compare(engine_270m: Path, path: Path, conversations: int, seed: int, longes
     return engine.counts
 
 
-@pytest.mark.timeout(600)
-def test_splits_give_the_tokens_of_no_tiers(engine_270m, tmp_path):
-    counts = compare(engine_270m, tmp_path / "kv", 2, seed=1, longest=300)
-    print(dict(counts))
-    assert counts["split"] and counts["jump"]
-
-
-@pytest.mark.long
 @pytest.mark.timeout(5400)
 def test_five_hundred_conversations_with_splits_give_the_tokens_of_no_tiers(engine_270m, tmp_path):
     counts = compare(engine_270m, tmp_path / "kv", 500, seed=2)
