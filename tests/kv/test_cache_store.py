@@ -50,7 +50,7 @@ def serve(core, asked: dict[str, tuple[list[int], CacheStore]], rng: random.Rand
 
 def read_lower_tiers(core, folder: Path) -> bytes:
     return bytes(core.scheduler.manager.tiers.movers.host._slab) + b"".join(
-        path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.read_bytes().replace(bytes(512), b"") for path in folder.rglob("*") if path.is_file()
     )
 
 
