@@ -28,7 +28,6 @@ from wicore_trt import __version__
 from wicore_trt.access.calls import check_request_id, get_current_call
 from wicore_trt.checks import check_count
 from wicore_trt.core.port import UNKNOWN, Position
-from wicore_trt.engine.directory import open_engine
 from wicore_trt.errors import DeadlineError, EngineDeadError, InvalidRequestError, NotFoundError, UnavailableError
 from wicore_trt.kv.events import Event, EventSnapshot, Stored
 from wicore_trt.kv.pages.page import Page
@@ -221,6 +220,8 @@ def _make_bundle(tokenizer: Tokenizer) -> tuple[bytes, str]:
     """Pack a tokenizer's files into a ZIP, with its digest. Gemma's take up to a second, so pack once."""
     if tokenizer.home is None:
         raise NotFoundError("The tokenizer of this engine has no files.")
+    from wicore_trt.engine.directory import open_engine  # numpy
+
     files = open_engine(tokenizer.home, verify=False).read_present(FILES)
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
