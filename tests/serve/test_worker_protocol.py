@@ -148,7 +148,7 @@ async def test_a_tokenizer_is_packed_once_whoever_asks_and_leaves(monkeypatch):
     directory = SimpleNamespace(
         read_present=lambda names: {"tokenizer.json": pack(random.Random(1).randbytes(3 << 20))}
     )
-    monkeypatch.setattr("wicore_trt.serve.worker.open_engine", lambda home, verify: directory)
+    monkeypatch.setattr("wicore_trt.engine.directory.open_engine", lambda home, verify: directory)
     monkeypatch.setattr(TOKENIZER, "home", Path("somewhere"), raising=False)
     async with serving() as running:
         stub = stub_of(running)
