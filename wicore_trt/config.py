@@ -83,7 +83,8 @@ class ExecutorSettings:
     peer_access: bool = True
     """Let GPUs of several ranks write to each other's memory where they can; else they exchange through the host."""
     compare_ranks: bool = False
-    """For tests of several GPUs: compare the tokens that all ranks choose, and end an engine whose ranks differ."""
+    """For tests of several ranks: compare rows behind the last layer, and the tokens that GPUs choose, and end an
+    engine whose ranks differ."""
 
 
 @settings(config=_STRICT, frozen=True)

@@ -3,8 +3,10 @@
 python -m benchmarks.gpu.ranks_soak ENGINE --minutes 8 --seed 1
 
 The engine is batch-invariant, so that a prompt with a seed has one answer, in any company and from any tier: each
-answer is compared with the first one. Ranks compare the tokens of every step. Prints a line every half minute, with the
-memory of all GPUs and processes, and fails when an answer differs, is lost, or memory grows.
+answer is compared with the first one. Ranks compare rows and tokens of every step; a bit that changes at the end proves
+it. Prints a line every half minute, with the memory of all GPUs and processes. Fails when an answer differs or is lost,
+memory or the number of open files grows, nothing was cancelled or preempted, or a process or its file in /dev/shm is
+left behind.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import resource
 import subprocess
 import time
@@ -20,14 +23,17 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+import torch
+
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import load_engine
+from wicore_trt.errors import RankError
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams
 
 PROMPTS, SEEDS, LIVE = 48, 2, 48
 """Different prompts, seeds of each, and requests that live at once at most."""
-GROWTH = 64 << 20
-"""Bytes that memory of a process or GPU may grow by after the first minute."""
+GROWTH, FILES = 64 << 20, 8
+"""Bytes that memory of a process or GPU, and number that open files may grow by after the first minute."""
 
 
 class Soak:
@@ -87,15 +93,45 @@ class Soak:
             assert time.monotonic() < end, f"lost: {sorted(self._live)}"
             self.take_outputs(self._core.step())
 
+    def find_change(self) -> None:
+        """Change a bit of rank 0's residual behind each step from now on: ranks have to notice."""
+        local, end = self._core.executor._local, time.monotonic() + 60
+        self._core.executor._group.exchange.sum_rows = lambda rows: rows  # of ranks on CPUs
+        if hasattr(local, "_enqueue_step"):
+            enqueue = local._enqueue_step
+
+            def change(*given: Any) -> Any:
+                found = enqueue(*given)
+                local.model.residual.view(torch.int32)[0, 0] ^= 1
+                return found
+
+            local._enqueue_step = change
+        try:
+            while time.monotonic() < end:
+                self.run_step()
+        except RankError as error:
+            print(f"a changed bit ended the engine: {error}", flush=True)
+            return
+        raise AssertionError("a rank with another residual was not noticed")
+
+
+def list_left(pids: list[int]) -> list[str]:
+    """List processes that still run, and files in /dev/shm that are named after one."""
+    shared = os.listdir("/dev/shm")
+    return [f"/proc/{pid}" for pid in pids if Path(f"/proc/{pid}").exists()] + [
+        name for name in shared if any(str(pid) in re.findall(r"\d+", name) for pid in pids)
+    ]
+
 
 def measure_memory(pids: list[int]) -> list[int]:
-    """Measure bytes in use: of each GPU that this process may use, then of each process."""
+    """Measure bytes in use: of each GPU that this process may use, then of each process, without shared memory."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     query += [f"--id={gpus}"] if (gpus := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
     said = subprocess.run(query, capture_output=True, text=True, check=True).stdout if which("nvidia-smi") else ""
     page = resource.getpagesize()
+    statm = [[*map(int, Path(f"/proc/{pid}/statm").read_text().split())] for pid in pids]
     return [int(line) << 20 for line in said.split()] + [
-        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids
+        (resident - shared) * page for _, resident, shared, *_ in statm
     ]
 
 
@@ -104,7 +140,7 @@ def main() -> None:
     parser.add_argument("engine")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kv-bytes", default="8MiB")
+    parser.add_argument("--kv-bytes", default="4MiB")
     parser.add_argument("--context", type=int, default=1024)
     given = parser.parse_args()
     flags = {
@@ -114,29 +150,37 @@ def main() -> None:
     }  # fmt: skip
     loaded = load_engine(load_settings(overrides=flags))
     core: Any = loaded.core
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    pids = [os.getpid(), *map(int, children)]
+    pids = [os.getpid(), *(process.pid for process in core.executor._group.processes)]
     soak = Soak(core, min(loaded.info.vocab_size, 256), given.context * 5 // 8, given.seed)
-    begun, first = time.monotonic(), None
+    begun, first, opened = time.monotonic(), None, 0
     told = begun
     try:
         while (now := time.monotonic()) < begun + 60 * given.minutes:
             soak.run_step()
             if now > told + 30:
                 told, memory = now, measure_memory(pids)
+                files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
                 if now > begun + 60:
-                    first = first or memory
+                    first, opened = first or memory, opened or files
                     grown = [after - before for before, after in zip(first, memory, strict=True)]
                     assert max(grown) < GROWTH, f"memory grew: {first} {memory}"
+                    assert files <= opened + FILES, f"files are left open: {opened} {files}"
                 stats = core.stats()
                 print(
                     f"{now - begun:.0f} s: {dict(soak.counts)}, {stats.preemptions} preemptions, "
-                    f"memory {[size >> 20 for size in memory]} MiB", flush=True,
+                    f"memory {[size >> 20 for size in memory]} MiB, {files} open files", flush=True,
                 )  # fmt: skip
         soak.finish()
-        print(f"seed {given.seed}: {dict(soak.counts)}, {core.stats().preemptions} preemptions; all right", flush=True)
+        stats = core.stats()
+        print(f"seed {given.seed}: {dict(soak.counts)}, {stats.preemptions} preemptions", flush=True)
+        assert soak.counts["ended"] + soak.counts["cancelled"] == soak.counts["begun"], "requests were lost"
+        assert stats.preemptions and soak.counts["cancelled"], "nothing was preempted, or cancelled"
+        soak.find_change()
     finally:
         core.close()
+    left = list_left(pids[1:])
+    assert not left, left
+    print("all right", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from wicore_trt.engine.options import find_backend
 from wicore_trt.errors import CheckpointError, EngineFormatError, RankError
 from wicore_trt.llm import LLM
 from wicore_trt.runtime import exchange, rank_process, ranks
-from wicore_trt.runtime.batch import SequenceSlice, StepBatch
+from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.exchange import RankExchange, create_memory
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.ranks import RankedExecutor
@@ -89,6 +89,55 @@ def test_a_rank_that_does_not_come_is_named(new_group, monkeypatch: pytest.Monke
         third.close()
     with pytest.raises(RankError, match=f"rank 2 (has )?{way}"):
         run_all([first, second], lambda end: end.sum_rows(torch.ones(3)))
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("method", ["sum_rows", "gather_columns"])
+def test_rows_that_were_overwritten_are_no_result(new_group, when: str, method: str) -> None:
+    """A rank's own, which all read, before they meet; or another's behind it, just before it is read."""
+    group, faults = new_group(2), [None, None]
+    first, meet = group[0], group[0]._meet_ranks
+
+    def overwrite(told: object) -> object:
+        found = None if when == "before" else meet(told)
+        first._buffers[0, int(when == "behind"), 3] += 1e-3
+        return found or meet(told)
+
+    first._meet_ranks = overwrite  # type: ignore[method-assign]
+
+    def run(end: RankExchange) -> None:
+        try:
+            getattr(end, method)(torch.ones(2, 3))
+        except RankError as error:
+            faults[end.rank] = str(error)  # type: ignore[call-overload]
+
+    run_all(group, run)  # type: ignore[arg-type]
+    assert faults[0] == f"what rank {int(when == 'behind')} gave to an exchange was changed"
+    assert faults[1] == faults[0] or when == "behind"
+
+
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_ranks_with_different_rows_end_a_step_if_they_compare(
+    tmp_path: Path, new_group, kernels: str, compares: bool
+) -> None:
+    """Rows that no exchange shows: they differ behind it."""
+    write_tiny_source(tmp_path / "source")
+    engine = build_engine(tmp_path / "source", tmp_path / "engine", tp_size=2, page_tokens=PAGE)
+    options = ExecutorOptions(device="cpu", kernels=kernels, threads=1, kv_pages=PAGES, compare_ranks=compares)
+    group = new_group(2)
+    parts = [TorchExecutor(engine, options, end) for end in group]
+
+    def run(end: RankExchange) -> StepResult:
+        return parts[end.rank].execute(StepBatch([greedy_slice()]))
+
+    assert run_all(group, run)[0].sampled  # type: ignore
+    add = group[1].sum_rows
+    group[1].sum_rows = lambda x: add(x).add_(1e-3)  # type: ignore[method-assign]
+    with pytest.raises(RankError, match="different rows") if compares else nullcontext():
+        run_all(group, run)  # type: ignore[arg-type]
+    for part in parts:
+        part.close()
 
 
 def test_tokens_of_other_ranks_have_no_row_here(new_group) -> None:
@@ -195,7 +244,7 @@ def test_ranks_outlive_the_thread_that_started_them_and_a_suspension(
     """Time in which all ranks are suspended does not count as silence."""
     write_tiny_source(tmp_path / "source")
     monkeypatch.setattr(ranks, "SILENCE_S", 60.0)
-    waited, receive = threading.Event(), exchange._receive_byte
+    waited, receive = threading.Event(), exchange._receive_sum
 
     def note_glance(peer: socket.socket) -> bytes | None:
         if (byte := receive(peer)) is None:
@@ -212,7 +261,7 @@ def test_ranks_outlive_the_thread_that_started_them_and_a_suspension(
             time.sleep(0.01)
         assert executor.execute(StepBatch([greedy_slice()])).sampled
         suspend_process(process.pid)
-        monkeypatch.setattr(exchange, "_receive_byte", note_glance)
+        monkeypatch.setattr(exchange, "_receive_sum", note_glance)
         monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now() + 1000))
         with ThreadPoolExecutor(1) as pool:
             step = pool.submit(executor.execute, StepBatch([greedy_slice()]))

@@ -73,10 +73,22 @@ def two() -> Iterator[RankedAheadExecutor]:
 
 def test_two_ranks_choose_the_tokens_of_one(two: RankedAheadExecutor) -> None:
     """On the device greedily and by drawing, a step ahead, and by rank 0's host; no rank sees other tokens."""
-    one = executor_of(make_model(), graphs=True)
+    one, told = executor_of(make_model(), graphs=True), list[bytes]()
     assert isinstance(two, AheadExecutor)
     assert run_steps(two) == run_steps(one)
     assert two._group.failure is None and two.layout.page_bytes == one.layout.page_bytes
+
+    one.on_step, enqueue = told.append, one._enqueue_step
+    for step, rows in enumerate((one.memory.residual, one.memory.residual, one.memory.head_in)):
+
+        def change(*given: Any, step: int = step, rows: torch.Tensor = rows) -> Any:
+            found = enqueue(*given)
+            rows.view(torch.int16)[0, 0] ^= step  # a bit
+            return found
+
+        one._enqueue_step = change  # type: ignore[method-assign]
+        one.execute(StepBatch([piece(0, [3, 4, 5], 0, PARAMS[0])]))
+    assert len({*told}) == 3, "of a row that differs nobody tells"
 
 
 def test_pages_of_both_ranks_go_and_come(two: RankedAheadExecutor) -> None:
@@ -107,10 +119,11 @@ def test_pages_of_both_ranks_go_and_come(two: RankedAheadExecutor) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_choose_differently_end_the_engine() -> None:
-    executor = open_ranks("other-1")
+@pytest.mark.parametrize("other", ["tokens", "rows"])
+def test_ranks_with_other_tokens_or_rows_end_the_engine(other: str) -> None:
+    executor = open_ranks(f"{other}-1")
     try:
-        with pytest.raises(RankError, match="chose different tokens"):
+        with pytest.raises(RankError, match="computed different rows or tokens"):
             for _ in range(5):
                 executor.execute(StepBatch([piece(1, [3, 4], 0, PARAMS[1])]))
                 time.sleep(0.2)

@@ -44,6 +44,8 @@ def run_rank(
     )
     assert layout.size_bytes <= BLOCK
     driver, sequences, vocab = Driver(executor, 1), [], model.spec.vocab_size
+    told = list[bytes]()
+    executor.on_step = told.append
     tokens = torch.Generator().manual_seed(3)
     for lengths in STEPS:
         while len(sequences) < len(lengths):
@@ -51,7 +53,7 @@ def run_rank(
         work = [
             (s, torch.randint(vocab, (n,), generator=tokens).tolist()) for s, n in zip(sequences, lengths, strict=False)
         ]
-        sent.send(driver.step(work).numpy())
+        sent.send((driver.step(work).numpy(), told.pop()))
     assert layout.owns_rows == any("_own" in name for name in executor.model.launcher.launched)
 
 
@@ -97,7 +99,9 @@ def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest
             (s, torch.randint(model.spec.vocab_size, (n,), generator=tokens).tolist())
             for s, n in zip(sequences, lengths, strict=False)
         ]
-        expected, found = driver.step(work), [torch.from_numpy(begin.recv()) for begin, _ in pipes]
+        expected, (logits, told) = driver.step(work), zip(*(begin.recv() for begin, _ in pipes), strict=True)
+        found = [*map(torch.from_numpy, logits)]
+        assert len({*told}) == 1, "ranks tell of different rows"
         assert all(torch.equal(found[0], other) for other in found), "ranks differ"
         assert fp8 or torch.equal(found[0].argmax(-1), expected.argmax(-1)), lengths
         assert relative_error(found[0], expected) < (0.08 if fp8 else 0.03), lengths

@@ -24,7 +24,12 @@ def make_model() -> TinyModel:
 def open_rank(path: Path, options: ExecutorOptions, ranks: RankExchange) -> TritonExecutor:
     part = make_model().spec.shard(ranks.rank, ranks.ranks)
     executor = executor_of(make_model(), part=part, ranks=ranks, graphs=True, compare_ranks=options.compare_ranks)
-    if path.name == f"other-{ranks.rank}":  # this rank draws otherwise
+    if path.name == f"rows-{ranks.rank}":  # a row of this rank changes behind each step
+        enqueue = executor._enqueue_step
+        executor._enqueue_step = lambda *step: (  # type: ignore[assignment]
+            enqueue(*step), executor.memory.residual[0].add_(1),
+        )[0]  # fmt: skip
+    if path.name == f"tokens-{ranks.rank}":  # this rank draws otherwise
         executor.memory.logits.add_(0)
         choose = executor.sampler.drawing.draw_rows
         executor.sampler.drawing.draw_rows = lambda rows, drawn: (  # type: ignore[method-assign]

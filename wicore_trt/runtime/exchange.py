@@ -1,7 +1,8 @@
 """Sums and gathers of rows over the ranks of one machine, through shared memory.
 
 Knows rows and ranks; must not know the model, steps, or who starts ranks. Invariants: sums are in rank order, so all
-ranks hold the same bits; a rank waits neither for one that has ended nor for ever for one that hangs.
+ranks hold the same bits; a rank waits neither for one that has ended nor for ever for one that hangs. Rows that are
+read have the checksum that their writer sent beside the shared memory, so none that was overwritten gets into a result.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from wicore_trt.errors import RankError
 
+Floats = npt.NDArray[np.float32]
 PART_BYTES = 1 << 20
 """Bytes that a rank shares at once; longer rows are exchanged in parts."""
 GLANCE_S = 0.25
@@ -47,19 +53,26 @@ class RankExchange:
         for peer in self._peers.values():
             peer.settimeout(GLANCE_S)
         self._memory = os.fdopen(os.dup(memory), "r+b", buffering=0)
-        shared = torch.frombuffer(mmap.mmap(memory, 2 * ranks * PART_BYTES), dtype=torch.float32)
-        self._buffers, self._turn = shared.view(2, ranks, -1), 0
+        shared = np.frombuffer(mmap.mmap(memory, 2 * ranks * PART_BYTES), np.float32)
+        self._buffers, self._turn = shared.reshape(2, ranks, -1), 0
+        self.compares = False
         self.within_step = False
         """True from the begin of a step to its last exchange: an error then leaves ranks at different places."""
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Replace `x`, float32 and contiguous, by its sum over all ranks; return it. Raises RankError."""
-        for part in torch.split(x.view(-1), PART_BYTES // 4):
+        for part in _split_parts(x.view(-1)):
             first, *others = self._share(part)
-            part.copy_(first)
-            for other in others:
-                part.add_(other)
+            part[:] = first
+            with np.errstate(all="ignore"):  # the sampler judges values that are not finite
+                for other in others:
+                    part += other
         return x
+
+    def compare_rows(self, x: torch.Tensor) -> None:
+        """Compare the bits of `x`, float32 and contiguous, of all ranks, where `compares` says so. Raises RankError."""
+        if self.compares and len({*self._meet_ranks(_sum_bits(x.view(-1).numpy())).values()}) > 1:
+            raise RankError("ranks hold different rows behind the last layer")
 
     def find_own_tokens(self, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Find `token_ids`, int64 [N], in a table that is split by tokens, `size` rows on each rank. Return the rows
@@ -72,13 +85,13 @@ class RankExchange:
         """Return [R, ranks * C] float32: `x` [R, C] float32 of all ranks side by side; it is the last exchange of a
         step. Raises RankError."""
         rows, columns = x.shape
-        gathered = torch.empty(self.ranks, rows * columns)
-        begin = 0
-        for part in torch.split(x.reshape(-1), PART_BYTES // 4):
-            gathered[:, begin : begin + len(part)] = self._share(part)
+        gathered, begin = np.empty((self.ranks, rows * columns), np.float32), 0
+        for part in _split_parts(x.reshape(-1)):
+            self._share(part, gathered[:, begin : begin + len(part)])
             begin += len(part)
         self.within_step = False
-        return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, self.ranks * columns)
+        found = torch.from_numpy(gathered).view(self.ranks, rows, columns)
+        return found.transpose(0, 1).reshape(rows, self.ranks * columns)
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """Return `data` of all ranks, which is equally long on each; so also wait for all ranks. Raises RankError."""
@@ -96,31 +109,48 @@ class RankExchange:
         for peer in self._peers.values():
             peer.close()
 
-    def _share(self, part: torch.Tensor) -> torch.Tensor:
-        """Show `part` to all ranks; return [ranks, len(part)], valid until the second call from now."""
-        buffers = self._buffers[self._turn, :, : len(part)]
+    def _share(self, part: Floats, into: Floats | None = None) -> Floats:
+        """Show `part` to all ranks; return a copy of what all have shown, [ranks, len(part)]. Raises RankError."""
+        shared, told = self._buffers[self._turn, :, : len(part)], _sum_bits(part)
         self._turn ^= 1
-        buffers[self.rank] = part
-        self._meet_ranks()
-        return buffers
+        shared[self.rank] = part
+        right, found = self._meet_ranks(told), np.empty_like(shared) if into is None else into
+        found[:] = shared  # what is compared changes no more
+        for rank, bits in enumerate(_sum_bits(found).tolist()):
+            if bits != right[rank]:
+                raise RankError(f"what rank {rank} gave to an exchange was changed")
+        return found
 
-    def _meet_ranks(self) -> None:
-        """Wait until all ranks are here. A system call orders memory before and after it."""
+    def _meet_ranks(self, told: np.int64) -> dict[int, int]:
+        """Wait until all ranks are here; return what each has told. A system call orders memory before and after it."""
         for peer in self._peers.values():
             with suppress(OSError):  # of a rank that has ended, which is noticed below
-                peer.send(b"\0")  # it never waits: at most two bytes are on their way
+                peer.send(told.tobytes())  # it never waits: at most two are on their way
+        found = {self.rank: int(told)}
         for rank, peer in self._peers.items():
-            while (byte := _receive_byte(peer)) is None:
+            while (data := _receive_sum(peer)) is None:
                 if not self._is_alive(rank):
                     raise RankError(f"rank {rank} hangs")
-            if not byte:
+            if not data:
                 raise RankError(f"rank {rank} has ended")
+            found[rank] = int.from_bytes(data, sys.byteorder, signed=True)
+        return found
 
 
-def _receive_byte(peer: socket.socket) -> bytes | None:
-    """Receive a byte; none when the other side has ended, None when it has sent nothing for GLANCE_S."""
+def _split_parts(flat: torch.Tensor) -> list[Floats]:
+    values, size = flat.numpy(), PART_BYTES // 4
+    return [values[begin : begin + size] for begin in range(0, len(values) or 1, size)]
+
+
+def _sum_bits(rows: Floats) -> Any:
+    """Sum the bits of each row, as integers."""
+    return np.add.reduce(rows.view(np.int32 if rows.shape[-1] % 2 else np.int64), -1, np.int64)
+
+
+def _receive_sum(peer: socket.socket) -> bytes | None:
+    """Receive what was sent at once; none when the other side has ended, None when it has sent nothing for GLANCE_S."""
     try:
-        return peer.recv(1)
+        return peer.recv(8)
     except TimeoutError:
         return None
     except OSError:

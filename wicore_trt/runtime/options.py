@@ -21,8 +21,8 @@ class ExecutorOptions:
     `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
     prefixes will be loaded from lower tiers, which takes KV pages of its own. `code_pages`: the copier codes pages, if
     the engine can. `image_slots`: images whose features are
-    kept, of 256 tokens each for a published model. `compare_ranks` ends an engine of several GPUs whose ranks chose
-    different tokens. Without `peer_access` such ranks exchange through host memory."""
+    kept, of 256 tokens each for a published model. `compare_ranks` ends an engine of several ranks that have different
+    rows behind the last layer, or chose different tokens. Without `peer_access` GPUs exchange through host memory."""
 
     device: str = "auto"
     kernels: str = "auto"

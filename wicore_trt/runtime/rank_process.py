@@ -73,7 +73,7 @@ class _Rank:
         self._rank, self._ranks = start["rank"], start["ranks"]
         self._slab, self._under_way = memoryview(b""), 0
         if start["options"]["compare_ranks"]:
-            executor.on_tokens = partial(control.send, "tokens")
+            executor.on_step = partial(control.send, "alike")
 
     def obey_messages(self) -> None:
         while (received := self._control.receive()) is not None:

@@ -191,7 +191,7 @@ class RankedExecutor:
 class RankedAheadExecutor(RankedExecutor):
     """Implements `AheadExecutor` over all ranks, each a `TritonExecutor` on its GPU, whose `collect` raises RankError
     where ranks have lost each other. Attention is measured over the heads of rank 0. With `options.compare_ranks` a
-    rank that chose other tokens than rank 0 ends the engine."""
+    rank that has other rows or tokens than rank 0 ends the engine."""
 
     def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
         super().__init__(engine, spec, ranks, opener, options, gpus=options.device != "cpu")
@@ -199,7 +199,7 @@ class RankedAheadExecutor(RankedExecutor):
         self._images = None if encoder is None else _RankedEncoder(self._group, encoder)
         self._group.flag = None if self._local.peers is None else self._local.peers.failed
         if options.compare_ranks:
-            self._local.on_tokens = self._group.note_tokens
+            self._local.on_step = self._group.note_step
 
     @property
     def images(self) -> ImageEncoder | None:
@@ -269,8 +269,8 @@ class _Ranks:
         self.on_failure: Callable[[RankError], None] = lambda error: None
         self.flag: torch.Tensor | None = None
         """Of peer memory: kernels that wait for a rank see there that it has failed."""
-        self._tokens = [deque[int]() for _ in range(ranks)]
-        """Checksums of the tokens that each rank chose in steps that were not compared yet."""
+        self._alike = [deque[int]() for _ in range(ranks)]
+        """Checksums of what each rank had alike in steps that were not compared yet."""
         memory = create_memory(ranks)
         mesh = {(a, b): socket.socketpair() for a in range(ranks) for b in range(a + 1, ranks)}
 
@@ -358,13 +358,13 @@ class _Ranks:
         for reader in self._readers:
             reader.join()
 
-    def note_tokens(self, tokens: bytes, rank: int = 0) -> None:
-        """Note what a rank chose in its next step, and compare steps of which all ranks have told."""
+    def note_step(self, alike: bytes, rank: int = 0) -> None:
+        """Note what a rank had in its next step, and compare steps of which all ranks have told."""
         with self._lock:
-            self._tokens[rank].append(zlib.crc32(tokens))
-            while all(self._tokens):
-                if len({told.popleft() for told in self._tokens}) > 1:
-                    self.fail(RankError("ranks chose different tokens"))
+            self._alike[rank].append(zlib.crc32(alike))
+            while all(self._alike):
+                if len({told.popleft() for told in self._alike}) > 1:
+                    self.fail(RankError("ranks computed different rows or tokens"))
 
     def fail(self, error: RankError) -> RankError:
         """Note that no step can run any more, and end the others; return the first reason, which may be a rank that is
@@ -399,8 +399,8 @@ class _Ranks:
                     self.refusal = error_named(kind, text, fix=fix)
                 elif message[0] == "beat":
                     self._beats[rank], self._glances[rank] = time.monotonic(), 0
-                elif message[0] == "tokens":
-                    self.note_tokens(message[1], rank)
+                elif message[0] == "alike":
+                    self.note_step(message[1], rank)
                 else:
                     self.on_reply(rank, message)
         except OSError:

@@ -63,6 +63,8 @@ class TorchExecutor:
         and sample on rank 0 alone. Raises EngineFormatError for weights that do not fit, and for tp > 1 without
         `ranks`, EnvironmentUnfitError for a missing device or missing kernels, ConfigError for too little KV memory."""
         rank = None if ranks is None else ranks.rank
+        if ranks is not None:
+            ranks.compares = settings.compare_ranks
         loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine, rank)
         self.spec, self._samples = loaded.spec, not rank
         self.max_batch_tokens = settings.max_batch_tokens

@@ -188,7 +188,7 @@ class TorchOps:
     def add_norm(
         self, residual: torch.Tensor, x: torch.Tensor, post_weight: str, next_weight: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = residual + self._rms_norm(x, post_weight)
+        self._residual = residual = residual + self._rms_norm(x, post_weight)
         return residual, self._rms_norm(residual, next_weight)
 
     def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -202,6 +202,7 @@ class TorchOps:
         operand, scale = _round_operand(x, self._model.dtype)
         logits = _multiply(operand, self._model.weights[LM_HEAD], scale)
         if self._ranks is not None:
+            self._ranks.compare_rows(self._residual)
             logits = self._ranks.gather_columns(logits)
         cap = self._spec.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -48,6 +48,7 @@ from wicore_trt.backends.triton.weights import Constants, engine_shape, load_con
 from wicore_trt.errors import EnvironmentUnfitError, RankError
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, GROUPS
+from wicore_trt.plugins import exchange_layout
 from wicore_trt.plugins.code_layout import find_code
 from wicore_trt.plugins.launch import SHARED_LAUNCHER, Launcher
 from wicore_trt.request_fields import MAX_LOGPROBS
@@ -92,7 +93,8 @@ class Loading:
 @dataclass(frozen=True)
 class SubmittedStep:
     """Step on the stream: its sampling `slices`, the `rows` of their logits, and indices `left` for the host to choose.
-    `results` are valid on the host after `wait()`; `measured()` may be called then (`_fetch_masses`)."""
+    `results` are valid on the host after `wait()`, and so is `alike` (`_sum_alike`); `measured()` may be called then
+    (`_fetch_masses`)."""
 
     slices: list[SequenceSlice]
     rows: list[int]
@@ -100,13 +102,15 @@ class SubmittedStep:
     results: np.ndarray
     wait: Callable[[], None]
     measured: Callable[[], dict[int, list[float]]] | None
+    alike: torch.Tensor | None
 
 
 class TritonExecutor:
     """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
     first. `kernels` names target, kernels and mode, because each moves KV values by rounding. Measurements use `model`,
     `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`. The results of `collect` are of no use on
-    ranks other than 0. `on_tokens` gets the tokens and statuses that the device chose for each collected step."""
+    ranks other than 0. `on_step` gets of each collected step what is the same on all ranks: tokens, statuses, and a sum
+    of rows."""
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class TritonExecutor:
         self.graphs: dict[int, Callable[[], None]] = {}
         self.prompt_graphs: dict[RowPlan, Callable[[], None]] = {}
         """Graphs of steps with prompts, the fewest tokens first."""
-        self.on_tokens: Callable[[bytes], None] | None = None
+        self.on_step: Callable[[bytes], None] | None = None
         limits = self._choose_graphs(loading, settings, graphs)
         self._ranks, self.peers = ranks, None
         if ranks is not None:
@@ -263,11 +267,12 @@ class TritonExecutor:
             results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
             measured = None if layer is None else self._fetch_masses(slices, places, masses)
+            alike = None if self.on_step is None else self._sum_alike(plan, rows, places)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             hosts = [n for n, s in enumerate(sampled) if s.seq_id in left] if left else []
             rows = rows if sampled == slices else self.rows_of(sampled)
-            step = SubmittedStep(sampled, rows, hosts, found, self.device.record(), measured)
+            step = SubmittedStep(sampled, rows, hosts, found, self.device.record(), measured, alike)
             if (large := self.model.segments) and batch.num_tokens >= large.segments.least:
                 large.check_library(self.memory.q)  # for this thread, beside its first large step
         # Behind all that may raise: of a step that was not submitted nobody collects anything.
@@ -280,8 +285,8 @@ class TritonExecutor:
         step.wait()
         if self.peers is not None and int(self.peers.failed):
             raise RankError("a rank waited for another in vain")
-        if self.on_tokens is not None:
-            self.on_tokens(step.results[:, step.rows].tobytes())
+        if self.on_step is not None and step.alike is not None:
+            self.on_step(step.results[:, step.rows].tobytes() + step.alike.numpy().tobytes())
         assert not (step.left and self._steps), "a step was started whose tokens the host has yet to choose"
         result = self.sampler.take_tokens(step.slices, step.rows, step.left, step.results)
         return result if step.measured is None else replace(result, attention=step.measured())
@@ -382,6 +387,19 @@ class TritonExecutor:
             return {seq_id: row[:most].tolist() for seq_id, most, row in rows if np.isfinite(row[:most]).all()}
 
         return collect_finite
+
+    def _sum_alike(self, plan: RowPlan, rows: list[int], places: list[int]) -> torch.Tensor:
+        """Sum the bits of what all ranks hold alike behind the step on the stream: the residual and what the head has
+        read, without rows of nobody; but norms, where rows have owners. Returns an int64 that is on its way."""
+        model, first, last = self.model, plan.decode.rows, max(rows) + 1
+        if model.owns and plan.tokens > exchange_layout.PUSHED_ROWS:
+            parts = [model.view_shared(exchange_layout.NORMED, torch.int16, plan.tokens)]
+        else:
+            begin, head = places[first] if plan.prefill.rows else first, self.memory.head_in.view(torch.int16)
+            residual = model.residual.view(torch.int32)
+            parts = [residual[:first], residual[begin : begin + plan.prefill.rows], head[: min(first, last)]]
+            parts.append(head[begin:last])
+        return torch.stack([part.sum() for part in parts]).to("cpu", non_blocking=True)
 
     def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
