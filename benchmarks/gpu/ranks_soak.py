@@ -95,17 +95,17 @@ class Soak:
 
     def find_change(self) -> None:
         """Change a bit of rank 0's residual behind each step from now on: ranks have to notice."""
-        local, end = self._core.executor._local, time.monotonic() + 60
-        self._core.executor._group.exchange.sum_rows = lambda rows: rows  # of ranks on CPUs
-        if hasattr(local, "_enqueue_step"):
-            enqueue = local._enqueue_step
+        ranked, end = self._core.executor, time.monotonic() + 60
+        local, name = ranked._local, "_enqueue_step"  # noqa: SLF001
+        ranked._group.exchange.sum_rows = lambda rows: rows  # noqa: SLF001 -- of ranks on CPUs
+        if (enqueue := getattr(local, name, None)) is not None:
 
             def change(*given: Any) -> Any:
                 found = enqueue(*given)
                 local.model.residual.view(torch.int32)[0, 0] ^= 1
                 return found
 
-            local._enqueue_step = change
+            setattr(local, name, change)
         try:
             while time.monotonic() < end:
                 self.run_step()
@@ -150,7 +150,7 @@ def main() -> None:
     }  # fmt: skip
     loaded = load_engine(load_settings(overrides=flags))
     core: Any = loaded.core
-    pids = [os.getpid(), *(process.pid for process in core.executor._group.processes)]
+    pids = [os.getpid(), *(process.pid for process in core.executor._group.processes)]  # noqa: SLF001
     soak = Soak(core, min(loaded.info.vocab_size, 256), given.context * 5 // 8, given.seed)
     begun, first, opened = time.monotonic(), None, 0
     told = begun
