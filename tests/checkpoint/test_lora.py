@@ -150,6 +150,7 @@ def test_an_engine_computes_what_peft_computes(
     assert any("holds both" in note for note in notes) is apart
 
 
+@pytest.mark.long  # what is merged is cut into shards as any source, which test_sharding.py has
 def test_two_ranks_compute_what_peft_computes(base: Path, plain: tuple[str, np.ndarray], tmp_path: Path) -> None:
     path = adapter(base, tmp_path / "a", target_modules="all-linear")
     build_engine(base, tmp_path / "e", dtype="float32", lora=path, tp_size=2)

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from page.browser import KEY, answer_to, prompt_with, server
+from page.browser import KEY, Url, answer_to, prompt_with, server
 from web import png
 
 from wicore_trt.cli.chat import strip_controls
@@ -31,8 +30,8 @@ def hold(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(hold) -> Iterator[str]:
-    with server(chat=True, hold=str(hold)) as found:
+def url(hold) -> Iterator[Url]:
+    with server(chat=True, images=True, hold=str(hold)) as found:
         yield found
 
 
@@ -77,34 +76,24 @@ def test_keys_and_addresses_that_are_wrong():
         assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def test_over_grpc():
-    port = free_port()
-    with server(chat=True, server={"port": port}):
-        assert piped(f"127.0.0.1:{port}", "hello\n").stdout == answer_to("hello") + "\n"
+def test_over_grpc(url):
+    assert piped(url.address, "hello\n").stdout == answer_to("hello") + "\n"
 
 
 IMAGE = "<start_of_image>"
 
 
-def test_images_are_shown_with_the_next_line(tmp_path):
+def test_images_are_shown_with_the_next_line(url, tmp_path):
     for name in "ab":
         (tmp_path / f"{name} one.png").write_bytes(png(ord(name)))
-    port = free_port()
-    with server(chat=True, images=True, server={"port": port}) as url:
-        lines = "hello\n/image b one.png\nmore\n/save talk.json\n/image none.png\n"
-        done = piped(url, lines, "--image", "a one.png", cwd=tmp_path)
-        first = answer_to(f"{IMAGE}hello")
-        assert done.stdout == f"{first}\n{answer_to(f'{IMAGE}hello{first}{IMAGE}more')}\n", done.stderr
-        assert done.returncode == 1 and "'none.png' cannot be read" in done.stderr
-        kept = json.loads((tmp_path / "talk.json").read_text())
-        assert kept[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
-        assert piped(f"127.0.0.1:{port}", "hello\n", "--image", "a one.png", cwd=tmp_path).stdout == first + "\n"
+    lines = "hello\n/image b one.png\nmore\n/save talk.json\n/image none.png\n"
+    done = piped(url, lines, "--image", "a one.png", cwd=tmp_path)
+    first = answer_to(f"{IMAGE}hello")
+    assert done.stdout == f"{first}\n{answer_to(f'{IMAGE}hello{first}{IMAGE}more')}\n", done.stderr
+    assert done.returncode == 1 and "'none.png' cannot be read" in done.stderr
+    kept = json.loads((tmp_path / "talk.json").read_text())
+    assert kept[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert piped(url.address, "hello\n", "--image", "a one.png", cwd=tmp_path).stdout == first + "\n"
 
 
 class Terminal:

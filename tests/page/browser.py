@@ -23,15 +23,27 @@ TOKENIZER = AnyTextTokenizer()
 KEY = "the-operators-own-key"
 
 
+class Url(str):
+    """Of a server whose gRPC is at `address`."""
+
+    address: str
+
+
 @contextmanager
-def server(**options) -> Iterator[str]:
+def server(**options) -> Iterator[Url]:
     """A supervised server; gives its URL when it is ready."""
     settings = {"http_port": 0, "grace_s": 5.0, **options.pop("server", {})}
-    command = [sys.executable, str(TESTS / "process" / "fake_parts.py"), json.dumps({**options, "server": settings})]
+    command = [
+        sys.executable,
+        str(TESTS / "process" / "fake_parts.py"),
+        json.dumps({**options, "server": settings, "both": True}),
+    ]
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     try:
-        url = process.stdout.readline().split()[-1]
+        *_, address, url = process.stdout.readline().split()
+        url = Url(url)
+        url.address = address
         process.stdout.readline()
         for _ in range(3000):
             if httpx.get(f"{url}/ready").status_code == 200:

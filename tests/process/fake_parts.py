@@ -8,7 +8,7 @@ of a host tier, and `pids`, a folder where each process leaves its number; `fron
 loads), `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with `narrow` its
 sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server reads, and
 reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still after ten
-steps, and none loads.
+steps, and none loads. With `both` lines have the address of gRPC before that of HTTP.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def main(given: dict) -> int:
     supervisor.DUMP_S = given.get("dump_s", supervisor.DUMP_S)
     supervisor.SLOW_S = given.get("slow_s", supervisor.SLOW_S)
     server = ServerSettings(**{"port": 0, "http_port": None, "grace_s": 60.0, **given.get("server", {})})
-    tell = lambda kind: lambda address, url: print(kind, url or address, flush=True)  # noqa: E731
+    both = given.get("both", False)
+    tell = lambda kind: lambda address, url: print(kind, *[address] * both, url or address, flush=True)  # noqa: E731
     recipe = given.get("recipe")
     overrides = {"server.grace_s": 60.0, "server.port": 0, "server.http_port": "none"}
     overrides |= {f"server.{key}": value for key, value in given.get("server", {}).items()}
