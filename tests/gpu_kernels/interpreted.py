@@ -11,7 +11,7 @@ matrices of the integers; `_bfloat16` mends that. `_float8` mends its conversion
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -33,7 +33,7 @@ PATCHED = (
     *(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.block_type),
     *(interpreter, TensorHandle),
 )
-MISSING = object()
+MISSING, ALONE_THERE = object(), nullcontext()
 OPTIONS = InterpreterOptions(sanitize_overflow=False)
 """By default every sum of integers is computed again in 64 bits, for a `device_assert` that without `debug` is none."""
 Names = dict[str, Any]
@@ -207,8 +207,8 @@ def _float8() -> dict[str, Any]:
     return {"create_fp_to_fp": right_convert, "create_fma": right_fma, "create_inline_asm": assemble}
 
 
-def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Loads and stores that are AssertionErrors outside of the memory of `tensors`."""
+def _within(tensors: list[torch.Tensor], turns: AbstractContextManager[Any]) -> dict[str, Any]:
+    """Loads and stores that are AssertionErrors outside of the memory of `tensors`, each within `turns`."""
     builder = interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store
     memory = [t.untyped_storage() for t in tensors]
@@ -232,25 +232,33 @@ def _within(tensors: list[torch.Tensor]) -> dict[str, Any]:
 
     def checked_load(pointers: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         check(pointers, mask)
-        return load(pointers, mask, *rest, **more)
+        with turns:
+            return load(pointers, mask, *rest, **more)
 
     def checked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         check(pointers, mask)
-        return store(pointers, value, mask, *rest, **more)
+        with turns:
+            return store(pointers, value, mask, *rest, **more)
 
     return {"create_masked_load": checked_load, "create_masked_store": checked_store}
 
 
-def launch(spec: KernelSpec, call: Launch, reached: Sequence[torch.Tensor] = ()) -> None:
+def launch(
+    spec: KernelSpec,
+    call: Launch,
+    reached: Sequence[torch.Tensor] = (),
+    turns: AbstractContextManager[Any] = ALONE_THERE,
+) -> None:
     """Run `call` on CPU tensors; the integer 0 is a null pointer. Its names must be the spec's, as for the launcher.
-    Kernels also find the memory of `reached`, by addresses in that of arguments."""
+    Kernels also find the memory of `reached`, by addresses in that of arguments. Ranks, each in its process, load and
+    store by `turns`, a lock: the interpreter writes an item byte by byte, a GPU all of it at once."""
     assert {*call.arguments} == {*spec.signature}, {*call.arguments} ^ {*spec.signature}
     arguments = dict(call.arguments)
     for name, type_ in spec.signature.items():
         if type_.startswith("*") and isinstance(arguments[name], int):
             arguments[name] = torch.empty(0)  # its address is 0
     tensors = [*(a for a in arguments.values() if isinstance(a, torch.Tensor)), *reached]
-    mended = {**_bfloat16(), **_float8(), **_within(tensors), "options": OPTIONS}
+    mended = {**_bfloat16(), **_float8(), **_within(tensors, turns), "options": OPTIONS}
     with _interpreting(spec.function) as kernel, _patched(**mended), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)
 

@@ -6,9 +6,7 @@ import mmap
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
@@ -18,7 +16,6 @@ pytest.importorskip("triton", reason="pip install -e .[triton]")
 import torch
 from gpu_kernels import interpreted
 from kernel_checks import TORCH
-from triton.runtime.interpreter import interpreter_builder
 
 from wicore_trt.plugins import exchange_layout, step_layout
 from wicore_trt.plugins.aot import KernelSpec
@@ -53,16 +50,6 @@ class Block:
         self.failed = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32)
         self.turn = multiprocessing.get_context("fork").Lock()
 
-    def take_turns(self) -> None:
-        """Let ranks, each in its process, load and store by turns: Triton's interpreter writes an item byte by byte, a
-        GPU all of it at once."""
-        for name in ("create_masked_load", "create_masked_store"):
-            setattr(interpreter_builder, name, partial(self._in_turn, getattr(interpreter_builder, name)))
-
-    def _in_turn(self, access: Callable[..., object], *given: object) -> object:
-        with self.turn:
-            return access(*given)
-
     def part(self, rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
         begin, end = self.layout.part_offsets[number : number + 2]
         return self.all[rank][begin:end].view(dtype)
@@ -87,7 +74,6 @@ class Rank:
         self.out = torch.uint8 if fp8 else TORCH[self.dtype]
 
     def run(self, steps: int) -> None:
-        self.block.take_turns()
         chosen = random.Random(self.seed)
         for _ in range(steps):
             way = chosen.choice(WAYS if self.block.layout.owns_rows else [way for way in WAYS if way != "own"])
@@ -176,7 +162,7 @@ class Rank:
 
     def launch(self, spec: KernelSpec, call: Launch) -> None:
         self.delay()
-        interpreted.launch(spec, call, self.block.all)
+        interpreted.launch(spec, call, self.block.all, self.block.turn)
 
     def delay(self) -> None:
         if self.delays.random() < 0.3:

@@ -30,13 +30,13 @@ BLOCK = 1 << 20
 
 
 def run_rank(
-    model: TinyModel, rank: int, blocks: list[Any], failed: Any, sent: Connection, given: dict[str, Any]
+    model: TinyModel, rank: int, blocks: list[Any], failed: Any, turns: Any, sent: Connection, given: dict[str, Any]
 ) -> None:
     part = model.spec.shard(rank, len(blocks))
     executor = executor_of(model, part=part, **given)
     own, addresses = blocks[rank], torch.tensor([block.data_ptr() for block in blocks])
     executor.device.given += [own, addresses, failed]
-    executor.model.launcher.reached = blocks
+    executor.model.launcher.reached, executor.model.launcher.turns = blocks, turns
     peers = PeerMemory(rank, len(blocks), addresses, own, failed, True, lambda: None)
     model_of_rank = executor.model = replace(executor.model, peers=peers)
     layout = make_exchange_layout(
@@ -81,9 +81,9 @@ def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest
     blocks = [torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8) for _ in range(ranks)]
     failed = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32)
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in blocks]
+    pipes, turns = [context.Pipe(duplex=False) for _ in blocks], context.Lock()
     processes = [
-        context.Process(target=run_rank, args=(model, rank, blocks, failed, pipes[rank][1], given))
+        context.Process(target=run_rank, args=(model, rank, blocks, failed, turns, pipes[rank][1], given))
         for rank in range(ranks)
     ]
     for process in processes:

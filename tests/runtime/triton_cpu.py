@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -93,6 +94,19 @@ class CpuDevice:
         return work
 
 
+class Turns:
+    """Lock of processes that have the same file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
 class InterpretingLauncher:
     """`Launcher` for kernels of `interpreted.uncompiled`. Addresses lie in the device's memory or in `more`. While it
     `idles` it looks at arguments and computes nothing."""
@@ -102,6 +116,7 @@ class InterpretingLauncher:
         self.more: list[torch.Tensor] = []
         self.reached: list[torch.Tensor] = []
         """Memory that kernels find by addresses in memory: peers' blocks."""
+        self.turns: AbstractContextManager[Any] = nullcontext()
         self.launched: list[str] = []
         self.idles = False
 
@@ -116,7 +131,7 @@ class InterpretingLauncher:
             if type_.startswith("*") and arguments[name]:
                 arguments[name] = self._at(arguments[name], POINTED[type_])
         if not self.idles:
-            interpreted.launch(spec, Launch(call.grid, arguments), self.reached)
+            interpreted.launch(spec, Launch(call.grid, arguments), self.reached, self.turns)
 
     def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
         for t in (*self._device.given, *self.more):
@@ -207,6 +222,7 @@ def executor_of(
         device.given += [peers.own, peers.addresses, peers.failed]
         views = [(ctypes.c_char * len(peers.own)).from_address(address) for address in peers.addresses.tolist()]
         launcher.reached = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
+        launcher.turns = Turns(given[0]._memory)
         return peers
 
     place, options = "wicore_trt.backends.triton.executor", ExecutorOptions(max_context=CONTEXT, **values)
