@@ -16,14 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
 AHEAD, URGENT_AHEAD = 8, 16
-"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and those that
-have when no more urgent ones begin."""
+"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and their pages
+with which no more urgent ones begin."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Probe(NamedTuple):
 
 
 class DiskOperation:
-    """Submitted operation. `run` may look at `timed_out` to leave out what nobody waits for any more; None: it goes on
+    """Submitted operation on `pages` of them. `run` may look at `timed_out` to leave out what nobody waits for any more; None: it goes on
     elsewhere, until `IoPool.end_operation`. `drop` ends it there before it begins, if that is still possible."""
 
     def __init__(
@@ -63,10 +64,11 @@ class DiskOperation:
         deadline: float = math.inf,
         *,
         urgent: bool = False,
+        pages: int = 1,
     ) -> None:
         self.run = run
         self.deadline = deadline
-        self.urgent = urgent
+        self.urgent, self.pages = urgent, pages
         self.drop: Callable[[], bool] = lambda: False
         self.timed_out = False
         self._done = done
@@ -95,7 +97,7 @@ class DiskOperation:
 
 
 class IoPool:
-    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit`. One that is
+    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit` pages. One that is
     not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones it
     may wait for longer while the disk works.
 
@@ -127,7 +129,7 @@ class IoPool:
         self._waiting: dict[DiskOperation, None] = {}  # those that may still time out, in the order of deadlines
         self._running: set[DiskOperation] = set()
         self._hung: set[DiskOperation] = set()  # of these, those that timed out
-        self._begun = 0  # of these, those that are not urgent
+        self._begun = self._pages_begun = 0  # of these, those that are not urgent; pages of all of them
         self._nudged = False
         self._nudged_at = 0.0
         self._done_at = -math.inf
@@ -145,14 +147,19 @@ class IoPool:
         return len(self._hung) >= max(self._threads, len(self._running))
 
     def submit_operation(
-        self, run: Callable[[DiskOperation], Outcome | None], done: Callable[[Outcome], None], *, urgent: bool = False
+        self,
+        run: Callable[[DiskOperation], Outcome | None],
+        done: Callable[[Outcome], None],
+        *,
+        urgent: bool = False,
+        pages: int = 1,
     ) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
             queue = self._urgent if urgent else self._normal
-            if self._closing or len(queue) >= self._limit or self.stalled:
+            if self._closing or sum(map(attrgetter("pages"), queue)) >= self._limit or self.stalled:
                 return False
-            op = DiskOperation(run, done, urgent=urgent)
+            op = DiskOperation(run, done, urgent=urgent, pages=pages)
             self._start_clock(op)
             self.live[op] = None
             queue.append(op)
@@ -166,9 +173,10 @@ class IoPool:
         """Begin urgent operations that go on elsewhere, unless enough have begun. Any thread."""
         while self._urgent:
             with self._lock:
-                if not self._urgent or len(self._running) >= self._threads * URGENT_AHEAD:
+                if not self._urgent or self._pages_begun >= self._threads * URGENT_AHEAD:
                     return
                 self._running.add(op := self._urgent.popleft())
+                self._pages_begun += op.pages
             self._run_operation(op)
 
     def request_chore(self) -> None:
@@ -236,6 +244,7 @@ class IoPool:
                     self._work.wait()
                     continue
                 self._running.add(op)
+                self._pages_begun += op.pages
                 if not op.urgent:
                     self._begun += 1
                     self._start_clock(op)
@@ -255,6 +264,7 @@ class IoPool:
         self._running.discard(op)
         self._hung.discard(op)
         self._begun -= not op.urgent
+        self._pages_begun -= op.pages
         if self._closing:
             self._work.notify_all()
         elif self._normal if self._elsewhere and not op.urgent else not self._elsewhere:

@@ -1,4 +1,4 @@
-"""Moves one page between host buffers and its slots, in the caller's thread, and checks every byte of it.
+"""Moves pages between host buffers and their slots, in the caller's thread, and checks every byte of them.
 
 `NativeMover` does the same in threads of the native library; this one is the fallback, the oracle, and the one for
 encrypted pages. It must not know queues, deadlines or eviction. Invariant (I10): a read ends without a fault only when
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from wicore_trt.kv.disk.files import Files, aligned_buffers, move_buffers
 from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, SlotFormat
@@ -20,27 +21,30 @@ from wicore_trt.kv.pages.page import Page
 
 Fault = CorruptSlotError | EOFError | OSError
 """Why a page was not moved."""
-Landed = Callable[[Fault | None, bytes], Outcome]
-"""Called at the end of a move with the digest that its probe took; returns the outcome of the operation."""
+Landed = Callable[["PageMove", Fault | None, bytes], None]
+"""Called at the end of a move with the digest that its probe took; notes its outcome."""
 
 
 class DroppedError(EOFError):
     """Nobody waits for the write any more, and it got no record."""
 
 
-@dataclass(slots=True)
-class PageMove:
+class PageMove(Struct, eq=False):
     """Page to read from `slots` or to write there, one buffer a slot. A write ends with CorruptSlotError and without a
-    record unless the digest of `probe` is `expected`."""
+    record unless the digest of `probe` is `expected`. A read is left out where `wanted`, asked in another thread before
+    anything is read, says no. `outcome`, and `digest` of what was read, mean something when its operation is over."""
 
     page: Page
-    slots: tuple[int, ...]
-    parts: tuple[memoryview, ...]
-    write_id: int
-    write: bool
-    expires: int = 0
+    slots: Sequence[int]
+    parts: Sequence[memoryview]
     probe: Probe | None = None
+    wanted: Callable[[], bool] = lambda: True
+    write: bool = False
+    write_id: int = 0
+    expires: int = 0
     expected: bytes = b""
+    outcome: Outcome = Outcome.FAILED
+    digest: bytes = b""
 
     def take_digest(self) -> bytes:
         """Have the probe take its digest now; nothing without one."""
@@ -54,20 +58,23 @@ class PageMove:
 
 
 class PageMover:
-    """`begin` moves a page at once. Any thread."""
+    """`begin` moves pages at once. Any thread."""
 
     def __init__(self, slot_format: SlotFormat, space: DiskSpace, index: SlotIndex, files: Files) -> None:
         self._format, self._space, self._index, self._files = slot_format, space, index, files
         self._scratch = threading.local()
 
-    def begin(self, move: PageMove, op: DiskOperation, landed: Landed) -> Outcome | None:
-        """Move a page; what `landed` says of it, or None when that is for a later call of `IoPool.end_operation`."""
-        digest, fault = b"", None
-        try:
-            digest = self._write_page(move, op) if move.write else self._read_page(move)
-        except (CorruptSlotError, EOFError, OSError) as error:
-            fault = error
-        return landed(fault, digest)
+    def begin(self, moves: Sequence[PageMove], op: DiskOperation, landed: Landed) -> Outcome | None:
+        """Move pages, and call `landed` for each: OK, or None when the end is a later call of
+        `IoPool.end_operation`."""
+        for move in moves:
+            digest, fault = b"", None
+            try:
+                digest = self._write_page(move, op) if move.write else self._read_page(move)
+            except (CorruptSlotError, EOFError, OSError) as error:
+                fault = error
+            landed(move, fault, digest)
+        return Outcome.OK
 
     def close(self) -> None:
         """No move is under way any more."""

@@ -27,7 +27,7 @@ from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError
 from wicore_trt.kv.disk.index import SlotIndex
 from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, Probe
 from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMove, PageMover
-from wicore_trt.kv.disk.native import NativeMover
+from wicore_trt.kv.disk.native import NativeMover, has_key
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page
 
@@ -151,6 +151,10 @@ class DiskStore:
         """True while all threads hang in operations that timed out; until one comes back nothing is accepted."""
         return self._pool.stalled
 
+    def reads_together(self, digest: object) -> bool:
+        """True where pages that are read with one call, and this digest, are not read one after the other."""
+        return isinstance(self._mover, NativeMover) and has_key(digest)
+
     def recover_pages(self) -> Iterator[tuple[Page, Sequence[int]]]:
         """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
         before the first write. `ending` then says by key when the time of those that have one is over, in seconds
@@ -198,9 +202,9 @@ class DiskStore:
                 for slot in held:
                     self._expires[slot] = expires or self._expires[slot]
                 self.erase_slots(held)
-            done(outcome)
+            done(move.outcome if outcome is Outcome.OK else outcome)
 
-        move = PageMove(page, held, buffers, 0, True, expires, probe, expected)
+        move = PageMove(page, held, buffers, probe, write=True, expires=expires, expected=expected)
         return self._pool.submit_operation(partial(self._run_write, move), finish_write)
 
     def read_page(
@@ -214,18 +218,24 @@ class DiskStore:
         seen: Callable[[bytes], None] = lambda digest: None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Read the page's parts into the buffers. As `write_page`; CORRUPT when the slots hold anything else, and only
-        after OK do the buffers mean something. `probe` looks at them before they are checked, so that no bit can flip
-        between; encrypted ones are checked first. `seen` hears its digest of a page that is OK, before `done`.
-        `wanted` is asked, in another thread, before anything is read: UNWANTED where it says no."""
-        held, buffers = self._check_slots(slots, parts)
+        """Read one page as `read_pages` does; `done` hears what became of it, and `seen` of the digest before."""
+        move = PageMove(page, slots, parts, probe, wanted)
 
-        move = PageMove(page, held, buffers, 0, False, probe=probe)
+        def finish_read(outcome: Outcome) -> None:
+            if outcome is move.outcome is Outcome.OK:
+                seen(move.digest)
+            done(move.outcome if outcome is Outcome.OK else outcome)
 
-        def run(op: DiskOperation) -> Outcome | None:
-            return self._run_read(move, seen, op) if wanted() else Outcome.UNWANTED
+        return self.read_pages([move], finish_read)
 
-        return self._pool.submit_operation(run, done, urgent=True)
+    def read_pages(self, moves: Sequence[PageMove], done: Callable[[Outcome], None]) -> bool:
+        """Read pages' parts into their buffers, with one probe's digest. As `write_page`, but `done` hears OK when it is
+        over, and each move has its outcome: CORRUPT when the slots hold anything else, and only after OK do the buffers
+        mean something. The probe looks at them before they are checked, so that no bit can flip between; encrypted
+        ones are checked first."""
+        for move in moves:
+            self._check_slots(move.slots, move.parts)
+        return self._pool.submit_operation(partial(self._run_reads, moves), done, urgent=True, pages=len(moves))
 
     def erase_slots(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. Reads of them fail at once; the index follows soon, in a thread. So do the
@@ -259,7 +269,7 @@ class DiskStore:
 
     # --- in the I/O threads --------------------------------------------------------------------------------------
 
-    def _run_write(self, move: PageMove, op: DiskOperation) -> Outcome | None:
+    def _run_write(self, move: PageMove, op: DiskOperation) -> Outcome | None:  # OK: as the move says
         slots = move.slots
         taken = self._wiper.take_slots(slots)
         passing = move.expires or (EXPIRED if taken else 0)  # what lies there must go too, should this write fail
@@ -273,38 +283,44 @@ class DiskStore:
                 self._index.put_records(move.page, slots, 0, passing)  # if we die now, the next life overwrites them
             self._index.flush_records()  # before data changes: no record may name what was just overwritten
         except OSError as error:
-            return self._land_write(move, error, b"")
+            self._land_write(move, error, b"")
+            return Outcome.OK
         with self._numbering:
             # A time, so that `now` of the next life is not before it. This life may have lasted for days.
             move.write_id = self._last_id = max(self._last_id + 1, time.time_ns())
-        return self._mover.begin(move, op, partial(self._land_write, move))
+        return self._mover.begin([move], op, self._land_write)
 
-    def _land_write(self, move: PageMove, fault: Fault | None, digest: bytes) -> Outcome:
+    def _land_write(self, move: PageMove, fault: Fault | None, digest: bytes) -> None:
         if fault is None:
             for slot in move.slots:  # the end once more: it was erased if somebody dropped the page meanwhile
                 self._written[slot], self._expires[slot] = move.write_id, move.expires
-            return Outcome.OK
-        if isinstance(fault, DroppedError):
-            return Outcome.FAILED
-        self.erase_slots(move.slots)
-        if isinstance(fault, CorruptSlotError):
-            return Outcome.CORRUPT
-        self._log_once("write", fault)
-        full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT)
-        return Outcome.NO_SPACE if full else Outcome.FAILED
+            move.outcome = Outcome.OK
+        elif not isinstance(fault, DroppedError):
+            self.erase_slots(move.slots)
+            full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT)
+            move.outcome = Outcome.NO_SPACE if full else Outcome.FAILED
+            if isinstance(fault, CorruptSlotError):
+                move.outcome = Outcome.CORRUPT
+            else:
+                self._log_once("write", fault)
 
-    def _run_read(self, move: PageMove, seen: Callable[[bytes], None], op: DiskOperation) -> Outcome | None:
-        move.write_id = self._written[move.slots[0]]
-        if not move.write_id or any(self._written[slot] != move.write_id for slot in move.slots):
-            return Outcome.CORRUPT
-        return self._mover.begin(move, op, partial(self._land_read, seen))
+    def _run_reads(self, moves: Sequence[PageMove], op: DiskOperation) -> Outcome | None:
+        written, begun = self._written, list[PageMove]()
+        for move in moves:
+            move.write_id = written[move.slots[0]]
+            if not move.wanted():
+                move.outcome = Outcome.UNWANTED
+            elif not move.write_id or any([written[slot] != move.write_id for slot in move.slots]):
+                move.outcome = Outcome.CORRUPT
+            else:
+                begun.append(move)
+        return self._mover.begin(begun, op, self._land_read) if begun else Outcome.OK
 
-    def _land_read(self, seen: Callable[[bytes], None], fault: Fault | None, digest: bytes) -> Outcome:
-        if fault is None:
-            seen(digest)
-            return Outcome.OK
-        self._log_once("read", fault)
-        return Outcome.FAILED if isinstance(fault, OSError) else Outcome.CORRUPT
+    def _land_read(self, move: PageMove, fault: Fault | None, digest: bytes) -> None:
+        move.digest, move.outcome = digest, Outcome.OK
+        if fault is not None:
+            move.outcome = Outcome.FAILED if isinstance(fault, OSError) else Outcome.CORRUPT
+            self._log_once("read", fault)
 
     def _run_chore(self) -> None:
         """Between operations: overwrite what is to be, some of it at a time, and bring the index up to date."""

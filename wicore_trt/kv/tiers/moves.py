@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.pages.page import Page
 
 
@@ -144,11 +145,12 @@ class Save(Move):
 
 @dataclass(slots=True, eq=False)
 class Read(Move):
-    """A disk copy `source`, held meanwhile, on its way to a host copy; `asked` by `time.perf_counter`."""
+    """Disk copies, `sources`, held meanwhile, on their way to host copies; `asked` by `time.perf_counter`."""
 
     LEGAL: ClassVar[Table] = DISK
-    copy: TierCopy
-    source: TierCopy
+    copies: list[TierCopy]
+    sources: list[TierCopy]
+    pages: list[PageMove]
     asked: float
     stage: Stage = Stage.MOVING
 

@@ -17,6 +17,7 @@ from itertools import compress, filterfalse
 from operator import attrgetter
 
 from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Movers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
@@ -30,6 +31,8 @@ IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
 enough that others have their turn; more of them where it is known to read more in so many seconds."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
+TOGETHER, SLOTS_TOGETHER = 16, 64
+"""Pages that the disk is asked for with one call, and heard of with one report, and most of their slots (27B: 32 MB)."""
 AT_ONCE = 64
 """Pages in host memory that are sent to the device with one call, and heard of with one report."""
 ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 96, 16
@@ -54,29 +57,30 @@ class UpTransfers:
         """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
         None when the disk's queue or the host is full just now. `wanted` and `wrong` as in `Fetch`."""
         fetch = Fetch(page, inbox, wanted=wanted, wrong=wrong)
-        return fetch if self._begin_fetch(fetch) else None
+        return fetch if self.begin_fetches([fetch]) else None
 
-    def _begin_fetch(self, fetch: Fetch) -> bool:
-        """Bring a page to host memory and check it; false when the disk's queue or the host is full just now."""
-        index = self._movers.host.index
+    def begin_fetches(self, fetches: Sequence[Fetch]) -> int:
+        """Bring one page to host memory and check it, or many that are not there; say of how many of the first that
+        was begun or failed, fewer than all when the disk's queue or the host is full just now."""
+        index, fetch = self._movers.host.index, fetches[0]
         copy = index.find_copy(*fetch.page.name)
         if copy is None:
-            return self._begin_read(fetch)
+            return self._begin_reads(fetches)
         if copy.ready:
             fetch.copy = copy
             index.acquire_copies([copy])
             if self._movers.copier.checks:
                 self._end_fetch(fetch)
-                return True
+                return 1
             fetch.enter_stage(Stage.CHECKING)
             self.check_copies([copy], partial(self._end_fetch_check, fetch))
         else:
             self.waiting.setdefault(fetch.page.name, []).append(fetch)
-        return True
+        return 1
 
     def _fetch_again(self, fetch: Fetch) -> None:
         """Begin a fetch that was under way; where there is no room it has to be asked for again."""
-        if not self._begin_fetch(fetch):
+        if not self.begin_fetches([fetch]):
             fetch.crowded = True
             self._fail_fetch(fetch)
 
@@ -190,82 +194,104 @@ class UpTransfers:
 
     # --- from disk -----------------------------------------------------------------------------------------------
 
-    def _begin_read(self, fetch: Fetch) -> bool:
-        """Have a page read to host memory; false when the disk's queue or the host is full just now."""
-        movers, page, name = self._movers, fetch.page, fetch.page.name
-        source = movers.disk[0].find_copy(*name) if movers.disk is not None else None
-        if movers.disk is None or source is None or not source.ready or movers.disk[1].stalled:
-            self._fail_fetch(fetch)
-            return True
+    def _begin_reads(self, fetches: Sequence[Fetch]) -> int:
+        """Have pages that are not in host memory read; returns as `begin_fetches`."""
+        movers, move, run = self._movers, Read([], [], [], time.perf_counter()), list[Fetch]()
+        for fetch in fetches:
+            page, name = fetch.page, fetch.page.name
+            source = movers.disk[0].find_ready(*name) if movers.disk is not None else None
+            if movers.disk is None or source is None or movers.disk[1].stalled:
+                if not run:
+                    self._fail_fetch(fetch)
+                    return 1
+                break
+            copy = movers.host.index.reserve_copy(page, len(source.slots))
+            if copy is None:
+                break
+            copy.origin = "disk"
+            parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
+            move.copies.append(copy)
+            move.sources.append(source)
+            move.pages.append(PageMove(page, source.slots, parts, movers.probe_copy(copy), wanted))
+            self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
+            run.append(fetch)
+        if not run or movers.disk is None:
+            return 0
         index, store = movers.disk
-        copy = movers.host.index.reserve_copy(page, len(source.slots))
-        if copy is None:
-            return False
-        index.acquire_copies([source])
-        copy.origin = "disk"
-        move = Read(copy, source, time.perf_counter())
+        index.acquire_copies(move.sources)
         done = partial(movers.post_timed, movers.came_up, self._end_read, move, move.asked)
-        seen, probe = partial(self._note_digest, copy), movers.probe_copy(copy)
-        self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
-        parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
-        if not store.read_page(page, source.slots, parts, done, probe=probe, seen=seen, wanted=wanted):
-            index.release_copies([source])
-            movers.host.index.abort_copy(copy, "queue full")
-            self.waiting[name].remove(fetch)
-            if not self.waiting[name]:
-                del self.waiting[name]
-            return False
-        movers.outstanding += 1
-        self.asked_bytes += movers.host.bytes_of(copy)
-        self.reading_bytes += movers.host.bytes_of(copy)
-        return True
+        if not store.read_pages(move.pages, done):
+            index.release_copies(move.sources)
+            for fetch, copy in zip(run, move.copies, strict=True):
+                movers.host.index.abort_copy(copy, "queue full")
+                self.waiting[fetch.page.name].remove(fetch)
+                if not self.waiting[fetch.page.name]:
+                    del self.waiting[fetch.page.name]
+            return 0
+        movers.outstanding += len(run)
+        count = sum(map(movers.host.bytes_of, move.copies))
+        self.asked_bytes += count
+        self.reading_bytes += count
+        return len(run)
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
         """Check whether a fetch waits for a page that is to be read, on the disk's thread: fetches that come later, or
         after it was asked, get what `_end_read` makes of it."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
-    def _note_digest(self, copy: TierCopy, digest: bytes) -> None:
-        copy.checksum = (digest, copy.page)
-
     def _end_read(self, move: Read, outcome: Outcome, seconds: float) -> None:
-        """Note what became of a read. RETURNED follows a TIMEOUT."""
-        movers, copy, source = self._movers, move.copy, move.source
+        """Note what became of reads. RETURNED follows a TIMEOUT; at OK each page has its own outcome."""
+        movers, copies = self._movers, move.copies
         assert movers.disk is not None
         index, host = movers.disk[0], movers.host.index
         late, returned = outcome is Outcome.TIMEOUT, outcome is Outcome.RETURNED
         move.enter_stage(Stage.LATE if late else Stage.ENDED)
-        movers.outstanding -= not late
-        movers.late += late - returned
+        movers.outstanding -= 0 if late else len(copies)
+        movers.late += (late - returned) * len(copies)
         if returned:
-            index.release_copies([source])
-            host.reclaim_slots(copy)
+            index.release_copies(move.sources)
+            for copy in copies:
+                host.reclaim_slots(copy)
             return
-        count = movers.host.bytes_of(copy)
-        self.reading_bytes -= count
-        if late or outcome is Outcome.OK:  # one that failed may have ended at once
-            self.disk_rate(count, move.asked, seconds, not self.reading_bytes)
-        waited_for = copy.state is CopyState.WRITING
-        if outcome is Outcome.OK:
-            index.release_copies([source])
-            movers.disk_traffic.read_bytes += count
-            movers.disk_traffic.read_seconds += seconds
-            host.mark_saved(copy)
-            host.commit_copy(copy, len(self.waiting.get(copy.page.name, ())) if waited_for else 0)
-            if copy.ready:
-                movers.announce("host", copy.page)
-                self.answer_fetches(copy, held=True)
-            return
+        came = [page.outcome if outcome is Outcome.OK else outcome for page in move.pages]
+        right = [found is Outcome.OK for found in came]
+        sizes = list(map(movers.host.bytes_of, copies))
+        count = sum(compress(sizes, right))
+        self.reading_bytes -= sum(sizes)
+        if late or count:  # one that failed may have ended at once
+            self.disk_rate(sum(sizes) if late else count, move.asked, seconds, not self.reading_bytes)
+        movers.disk_traffic.read_bytes += count
+        movers.disk_traffic.read_seconds += seconds * sum(right)
+        index.release_copies(compress(move.sources, right))
+        for copy, source, page, found in zip(copies, move.sources, move.pages, came, strict=True):
+            if found is Outcome.OK:
+                copy.checksum = (page.digest, copy.page)
+                self._commit_read(copy)
+            else:
+                self._fail_read(copy, source, found)
+
+    def _commit_read(self, copy: TierCopy) -> None:
+        """Give a page that was read to the fetches that wait for it, which hold it from here on."""
+        host, waited_for = self._movers.host.index, copy.state is CopyState.WRITING
+        host.mark_saved(copy)
+        host.commit_copy(copy, len(self.waiting.get(copy.page.name, ())) if waited_for else 0)
+        if copy.ready:
+            self._movers.announce("host", copy.page)
+            self.answer_fetches(copy, held=True)
+
+    def _fail_read(self, copy: TierCopy, source: TierCopy, outcome: Outcome) -> None:
+        movers, waited_for, late = self._movers, copy.state is CopyState.WRITING, outcome is Outcome.TIMEOUT
+        assert movers.disk is not None
+        index, host, cause = movers.disk[0], movers.host.index, outcome.name.lower()
         if outcome is Outcome.UNWANTED:
             index.release_copies([source])
-            host.abort_copy(copy, "unwanted")
+            host.abort_copy(copy, cause)
             for fetch in self.waiting.pop(copy.page.name, ()) if waited_for else ():
                 if fetch.unwanted or not fetch.wanted():
                     self._fail_fetch(fetch)
                 else:  # it came since, and the page is read after all
                     self._fetch_again(fetch)
             return
-        cause = outcome.name.lower()
         movers.disk_traffic.failures["read timeout" if late else cause] += 1
         host.abort_copy(copy, cause, touched=late)
         if not late:
@@ -290,6 +316,9 @@ class LoadPump:
         self._host = movers.host.index
         self._up = up
         self._in_flight, self._may_ask = IN_FLIGHT, 0
+        most = TOGETHER if movers.disk is not None and movers.disk[1].reads_together(movers.copier.digest) else 1
+        slots = self._host.slots_per_page
+        self._together = {group: max(1, min(most, SLOTS_TOGETHER // count)) for group, count in slots.items()}
 
     def begin_load(self, load: PrefixLoad) -> None:
         """Start fetching the pages of a load; `pump_loads` goes on with it."""
@@ -350,40 +379,45 @@ class LoadPump:
         item = load.take_next_item()
         if item is None:
             return False
-        here = self._in_host(item.page)
-        if not here:
-            if load.reading >= self._in_flight or not self._may_ask:
-                self._may_ask = 0  # those behind it in the order would only come between
-                load.todo.appendleft(item)
-                return False
-            self._may_ask -= 1
-        if self._fetch_item(load, item, here):
-            load.in_flight += 1
-            return True
-        if self._movers.outstanding > self._movers.late:  # some move will end soon, and make room
+        here, room = self._in_host(item.page), min(self._in_flight - load.reading, self._may_ask)
+        if not here and room <= 0:
+            self._may_ask = 0  # those behind it in the order would only come between
             load.todo.appendleft(item)
-        else:
+            return False
+        items, room = [item], 1 if here else min(room, self._together[item.page.group])
+        while len(items) < room and load.todo and load.todo[0].page.group == item.page.group:
+            if self._host.find_copy(*load.todo[0].page.name) is not None or (after := load.take_next_item()) is None:
+                break
+            items.append(after)
+        begun = self._fetch_items(load, items, here)
+        load.in_flight += begun
+        load.todo.extendleft(reversed(items[begun:]))
+        if not begun and self._movers.outstanding == self._movers.late:  # no move will end soon, and make room
             load.in_flight += 1
-            load.fail_item(item)
-        return False
+            load.fail_item(load.todo.popleft())
+        return begun > 0
 
     def _in_host(self, page: Page) -> bool:
         """True for a page in host memory, or on its way there from the device."""
         copy = self._host.find_copy(*page.name)
         return copy is not None and not copy.being_read
 
-    def _fetch_item(self, load: PrefixLoad, item: LoadItem, here: bool) -> bool:
-        """Bring a page to host memory, if it is not `here` already. False: there is no room just now."""
-        wrong = load.wrong[item.page.group, item.page.index] if load.wrong else 0
-        fetch = self._up.fetch_page(item.page, self.inbox, partial(load.is_wanted, item), wrong)
-        if fetch is None:
-            return False
-        if not here:
-            load.reading += 1
+    def _fetch_items(self, load: PrefixLoad, items: Sequence[LoadItem], here: bool) -> int:
+        """Bring pages to host memory, if they are not `here` already, and say for how many of the first there was
+        room."""
+        fetches = list[Fetch]()
+        for item in items:
+            wrong = load.wrong[item.page.group, item.page.index] if load.wrong else 0
+            fetches.append(Fetch(item.page, self.inbox, wrong=wrong, wanted=partial(load.is_wanted, item)))
+        begun = self._up.begin_fetches(fetches)
+        for fetch, item in zip(fetches[:begun], items, strict=False):
+            self.fetching[fetch] = (load, item, not here)
+        if not here and begun:
+            self._may_ask -= begun
+            load.reading += begun
             load.asked_up_to = self._up.asked_bytes
-            load.mark_unread([item])
-        self.fetching[fetch] = (load, item, not here)
-        return True
+            load.mark_unread(items[:begun])
+        return begun
 
     def _end_check(
         self, load: PrefixLoad, items: list[LoadItem], copies: list[TierCopy], places: Sequence[int], right: bool
@@ -429,7 +463,7 @@ class LoadPump:
         load.wrong[place] += 1
         if load.wrong[place] > MAX_WRONG:
             load.fail_item(item)
-        elif not self._fetch_item(load, item, self._in_host(item.page)):
+        elif not self._fetch_items(load, [item], self._in_host(item.page)):
             load.postpone_item(item)
 
     def take_arrivals(self) -> None:
