@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[tuple[type, str], ...]] = {
         (EngineCore, "add"), (Scheduler, "_find_prefix"), (Scheduler, "_give_pages"), (PrefixLoader, "end_load"),
         (Scheduler, "end_sequence"),
     ),
-    "ask": ((UpTransfers, "_begin_read"), (LoadPump, "_ask_next")),
+    "ask": ((UpTransfers, "_begin_reads"), (LoadPump, "_ask_next")),
     "land": ((UpTransfers, "_end_read"), (LoadPump, "take_arrivals"), (UpTransfers, "apply_uploaded")),
     "store": (
         (CopyDown, "begin_copies"), (DownTransfers, "apply_copied"), (DownTransfers, "begin_saves"),
@@ -37,10 +37,12 @@ KINDS: dict[str, tuple[tuple[type, str], ...]] = {
 }  # fmt: skip
 
 COUNTED = {
-    "step": "submit", "prompt": "add", "ask": "_begin_read", "land": "_end_read", "store": "apply_copied",
+    "step": "submit", "prompt": "add", "ask": "_begin_reads", "land": "_end_read", "store": "apply_copied",
     "launch": "launch",
 }  # fmt: skip
-"""Functions by kind: a call counts as one step, prompt, page or launch."""
+"""Functions by kind: a call counts as one step, prompt, page or launch, or for its pages (`PAGES`)."""
+
+PAGES: dict[str, Callable[[Any], int]] = {"_begin_reads": len, "_end_read": lambda move: len(move.pages)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def counted(
     def timed(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            found.calls[function.__name__] += 1
+            found.calls[function.__name__] += PAGES[function.__name__](args[1]) if function.__name__ in PAGES else 1
             launched = kind == "submit" and args[-1].num_tokens > graph_tokens
             found.calls["launch"] += launched
             found.enter("launch" if launched else "step" if kind == "submit" else kind)

@@ -128,13 +128,13 @@ def pace_disk(store: Any, bytes_per_s: float) -> None:
         while told.acquire():
             write = not waiting[False] or bool(waiting[True] and reads_since >= READS_FIRST)
             reads_since = 0 if write else reads_since + 1
-            move = waiting[write].popleft()
-            free = max(free, time.perf_counter() - LATE_S) + len(move[0].slots) * size / bytes_per_s
+            run = waiting[write].popleft()
+            free = max(free, time.perf_counter() - LATE_S) + sum(len(m.slots) for m in run[0]) * size / bytes_per_s
             time.sleep(max(0.0, free - time.perf_counter()))
-            begin(*move)
+            begin(*run)
 
-    def begin_later(move: Any, *rest: Any) -> None:
-        waiting[move.write].append((move, *rest))
+    def begin_later(moves: Any, *rest: Any) -> None:
+        waiting[moves[0].write].append((moves, *rest))
         told.release()
 
     store._mover.begin = begin_later  # noqa: SLF001

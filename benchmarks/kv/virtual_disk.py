@@ -18,7 +18,8 @@ from queue import Empty
 from typing import Any
 
 from benchmarks.kv.host_costs import HostCosts
-from wicore_trt.kv.disk.io import Outcome, Probe
+from wicore_trt.kv.disk.io import Outcome
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -156,29 +157,37 @@ class Disk:
     def rate(self, now: float) -> float:
         return [rate for when, rate in self._world.disk if when <= now][-1]
 
-    def read_page(
-        self, page: Page, slots: Sequence[int], parts: object, done: Told, *, probe: Probe,
-        seen: Callable[[bytes], None], wanted: Callable[[], bool] = lambda: True,
-    ) -> bool:  # fmt: skip
-        def over(outcome: Outcome) -> None:
-            if outcome is Outcome.OK:
-                seen(probe.digest([]))
-                self.read_bytes += PAGE_BYTES[page.group]
-            done(outcome)
+    def reads_together(self, digest: object) -> bool:
+        return True
 
-        return self._put(urgent=True, page=page, done=over, wanted=wanted)
+    def read_pages(self, moves: Sequence[PageMove], done: Told) -> bool:
+        left = [len(moves)]
+
+        def over(move: PageMove, outcome: Outcome) -> None:
+            move.outcome, move.digest = outcome, DIGEST
+            if outcome is Outcome.OK:
+                self.read_bytes += PAGE_BYTES[move.page.group]
+            left[0] -= 1
+            if not left[0]:
+                done(Outcome.OK)
+
+        if len(self._queues[True]) >= QUEUE_LIMIT:
+            return False
+        for move in moves:
+            self._put(urgent=True, page=move.page, done=partial(over, move), wanted=move.wanted)
+        return True
 
     def write_page(self, page: Page, slots: Sequence[int], parts: object, done: Told, **_: object) -> bool:
-        taken = self._put(urgent=False, page=page, done=done)
-        self.write_bytes += taken * PAGE_BYTES[page.group]
-        return taken
+        if len(self._queues[False]) >= QUEUE_LIMIT:
+            return False
+        self._put(urgent=False, page=page, done=done)
+        self.write_bytes += PAGE_BYTES[page.group]
+        return True
 
     def _put(
         self, *, urgent: bool, page: Page, done: Callable[[Outcome], None], wanted: Callable[[], bool] = lambda: True
-    ) -> bool:
+    ) -> None:
         world = self._world
-        if len(self._queues[urgent]) >= QUEUE_LIMIT:
-            return False
         self.asked += urgent
         if urgent and world.host is not None:
             self._events.work(world.host.ask)
@@ -187,7 +196,6 @@ class Disk:
             _Operation(PAGE_BYTES[page.group], world.slow_s if slow else world.latency_s, done, wanted, urgent)
         )
         self._turn()
-        return True
 
     def _turn(self) -> None:
         """Account for what was moved since, take on what fits, and say when the next one ends."""

@@ -322,20 +322,28 @@ class Disk:
 
         return self._begin(work, done)
 
-    def read_page(self, page: Any, slots: Any, parts: Any, done: Any, *, probe: Any, seen: Any, wanted: Any) -> bool:
-        def work() -> Outcome:
-            if not wanted():
+    def reads_together(self, digest: Any) -> bool:
+        return self._rng.random() < 0.5
+
+    def read_pages(self, moves: Any, done: Any) -> bool:
+        def read(move: Any) -> Outcome:
+            if not move.wanted():
                 return Outcome.UNWANTED
-            found, short = self.kept.get(tuple(slots)), self._rng.random() < self.odds
+            found, short = self.kept.get(tuple(move.slots)), self._rng.random() < self.odds
             data, at = found[1] if found is not None else b"", 0
-            for part in parts:
+            for part in move.parts:
                 part[: len(data[at : at + len(part)]) // (1 + short)] = data[at : at + len(part)][
                     : len(part) // (1 + short)
                 ]
                 at += len(part)
-            if found is None or found[0] != page or short:
+            if found is None or found[0] != move.page or short:
                 return self._rng.choice([Outcome.FAILED, Outcome.CORRUPT])
-            seen(probe.digest([memoryview(b"".join(parts))[: probe.nbytes]]))
+            move.digest = move.take_digest()
+            return Outcome.OK
+
+        def work() -> Outcome:
+            for move in moves:
+                move.outcome = read(move)
             return Outcome.OK
 
         return self._begin(work, done)

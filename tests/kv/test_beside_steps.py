@@ -153,8 +153,8 @@ def test_others_run_ahead_while_a_sequence_waits_for_its_load(
     for pool in core.scheduler.manager.pools.values():
         for page in pool.list_pages():
             pool.drop_page(page.key)
-    held, read, loader = [], tiers.store.read_page, core.scheduler.loader
-    monkeypatch.setattr(tiers.store, "read_page", lambda *args, **flags: not held.append((args, flags)))
+    held, read, loader = [], tiers.store.read_pages, core.scheduler.loader
+    monkeypatch.setattr(tiers.store, "read_pages", lambda *args: not held.append(args))
     monkeypatch.setattr(executor, "leads", lambda batch: True)
     monkeypatch.setattr(loader, "is_awaited", lambda pages, computed, step_s: awaited)
     monkeypatch.setattr(loader, "next_move", lambda pages, computed, compute: WAIT)
@@ -164,8 +164,8 @@ def test_others_run_ahead_while_a_sequence_waits_for_its_load(
         core.step()
     assert core.scheduler.is_loading and held and (executor.led > 10) == awaited
     monkeypatch.undo()
-    for args, flags in held:
-        assert read(*args, **flags)
+    for args in held:
+        assert read(*args)
     found: dict[str, list[int]] = {}
     while core.has_work:
         for output in core.step():
@@ -188,14 +188,16 @@ def test_the_disk_is_asked_for_most_pages_beside_steps(tmp_path: Path, monkeypat
     for pool in pools.values():
         for page in pool.list_pages():
             pool.drop_page(page.key)
-    begin, poll, beside = tiers.up._begin_read, tiers.poll_down, [False]
+    begin, poll, beside = tiers.up._begin_reads, tiers.poll_down, [False]
 
     def polled(tokens: int) -> None:
         beside[0] = core._flight is not None or tokens > 0
         poll(tokens)
         beside[0] = False
 
-    monkeypatch.setattr(tiers.up, "_begin_read", lambda fetch: asked.append(beside[0]) or begin(fetch))
+    monkeypatch.setattr(
+        tiers.up, "_begin_reads", lambda fetches: asked.extend([beside[0]] * len(fetches)) or begin(fetches)
+    )
     monkeypatch.setattr(tiers, "poll_down", polled)
     assert tiers.loads.asked_first == ASKED_FIRST
     tiers.loads.asked_first = 2

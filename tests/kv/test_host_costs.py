@@ -42,7 +42,7 @@ def test_costs_that_a_simulation_is_given_are_those_that_are_counted_in_it() -> 
     with engine.running(), counted(engine.device, clock=engine.events.monotonic, graph_tokens=1536) as host:
         engine.first_tokens([(0.0, [*prefix, 1, 2]), (0.0, [rng.randrange(10, 9999) for _ in range(4096)])])
     assert set(COUNTED) == set(HostCosts.__dataclass_fields__)
-    assert host.calls["_begin_read"] > 100 and host.calls["launch"]
+    assert host.calls["_begin_reads"] > 100 and host.calls["launch"]
     assert abs(host.costs.ask - given.ask) < 1e-6
     assert abs(host.costs.launch - given.launch - given.step) < 1e-6  # both are in one call
 

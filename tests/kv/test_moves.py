@@ -14,7 +14,7 @@ COPY = TierCopy(PAGE, (0,))
 MOVES = [
     lambda: Store(COPY),
     lambda: Save(COPY, COPY, 0),
-    lambda: Read(COPY, COPY, 0),
+    lambda: Read([COPY], [COPY], [], 0),
     lambda: Fetch(PAGE, deque()),
     lambda: ChecksumJob([COPY], lambda places, right: None),
     lambda: Upload([COPY], lambda places, right: None),

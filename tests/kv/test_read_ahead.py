@@ -101,13 +101,13 @@ def test_what_is_computed_instead_is_not_read_any_further(choice):
 
 def reads_of(engine):
     """Names of pages in the order in which the disk is asked for them."""
-    asked, read = [], engine.disk.read_page
+    asked, read = [], engine.disk.read_pages
 
-    def spied(page, *args, **more):
-        asked.append(page.name)
-        return read(page, *args, **more)
+    def spied(moves, done):
+        asked.extend(move.page.name for move in moves)
+        return read(moves, done)
 
-    engine.disk.read_page = spied
+    engine.disk.read_pages = spied
     return asked
 
 

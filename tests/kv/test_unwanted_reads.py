@@ -41,6 +41,14 @@ def occupy(store, free):
     threading.Thread(target=end_held, daemon=True).start()
 
 
+def begin_until_told(tiers, load):
+    """Begin a load, and wait until the disk has told of all its reads, which the engine's thread does not know yet."""
+    with mock.patch.object(tiers.store, "read_pages", wraps=tiers.store.read_pages) as read:
+        tiers.loads.begin_load(load)
+    while tiers.movers.mailbox.qsize() < read.call_count:
+        pass
+
+
 @pytest.fixture
 def core(tmp_path):
     """A core whose pages are on disk alone."""
@@ -107,7 +115,7 @@ def test_a_load_that_is_given_up_leaves_the_disk_to_others(kept):
     store, free = tiers.movers.disk[1], threading.Event()
     occupy(store, free)
     load, reads = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, 0) for page in pages]), []
-    with mock.patch.object(store, "_run_read", lambda *args: reads.append(args[0])):
+    with mock.patch.object(store._mover, "begin", lambda *args: reads.append(args[0])):
         tiers.loads.begin_load(load)
         assert load.reading == len(pages)
         load.floor = 1 << 30  # the sequence has computed all of it
@@ -125,9 +133,7 @@ def test_who_comes_after_a_read_was_left_out_waits_for_room_in_the_queue(kept):
     given_up = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     given_up.floor = 1 << 30
     with mock.patch.object(given_up, "take_next_item", lambda: given_up.todo.popleft() if given_up.todo else None):
-        tiers.loads.begin_load(given_up)
-    while tiers.movers.mailbox.qsize() < len(pages):
-        pass  # all of its reads were left out, which nobody knows yet
+        begin_until_told(tiers, given_up)  # all of its reads were left out
     occupy(store, free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
     tiers.loads.begin_load(load)
@@ -170,8 +176,8 @@ def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
         tiers.movers.host.page_parts(tiers.host.find_copy(*page.name))[0][0] ^= 1
     occupy(tiers.movers.disk[1], free)
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
-    fetch, counts = tiers.up.fetch_page, []
-    spied = mock.patch.object(tiers.up, "fetch_page", lambda *args: counts.append(args[3]) or fetch(*args))
+    begin, counts = tiers.up.begin_fetches, []
+    spied = mock.patch.object(tiers.up, "begin_fetches", lambda all: counts.extend(f.wrong for f in all) or begin(all))
     with mock.patch.object(tiers.movers.disk[1]._pool, "_limit", 1), spied:
         tiers.loads.begin_load(load)
         while tiers.movers.host_traffic.failures["corrupt"] < len(pages):
@@ -188,9 +194,7 @@ def begin_and_cancel(tiers, pages):
     """A load that is over when all its pages have been read, which the engine's thread does not know yet."""
     pages = [page for page in pages if page.group == GLOBAL]
     load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
-    tiers.loads.begin_load(load)
-    while tiers.movers.mailbox.qsize() < len(pages):
-        pass
+    begin_until_told(tiers, load)
     load.cancel_load()
     tiers.loads.pump_loads()
     assert not tiers.loads.loads and tiers.has_work
