@@ -55,9 +55,9 @@ class _Begun:
     late: bool = False
     idle_s: float = 0.0
     waiting_since: float | None = None
-    lacking: int = 0
+    seen: tuple[int, int] = 0, 0
     came_at: float = 0.0
-    """When it was seen last that pages had come, and how many lacked then."""
+    """When it was seen last that pages had come or been asked for, and how many lacked and were asked for then."""
 
 
 class PrefixLoader:
@@ -254,9 +254,9 @@ class PrefixLoader:
         load.floor = manager.count_pages(computed)
         ready_from = load.meeting_page() * size if load.window_here else begun.choice.stop + 1
         if begun.from_disk and computed < begun.choice.stop:
-            lacking = sum(map(len, load.missing.values()))
-            if lacking != begun.lacking:
-                begun.lacking, begun.came_at = lacking, now
+            seen = sum(map(len, load.missing.values())), load.asked_up_to
+            if seen != begun.seen:
+                begun.seen, begun.came_at = seen, now
             drag = self.drag.slowdown(now)
             silence = now - begun.came_at  # will go on as long as it has, for all that is known
             idle_s = math.inf if over else begun.idle_s
