@@ -20,6 +20,7 @@ from native_calls import calls_of
 from wicore_trt.kv.disk import native
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.io import Outcome, Probe
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.disk.native import NativeMover
 from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.plugins.cpu_library import open_library
@@ -129,6 +130,34 @@ def test_what_one_wrote_the_other_reads_unless_a_bit_changed(both: Both) -> None
             flip(folder, place, at)
 
 
+def test_pages_that_are_read_together_have_each_an_end_of_its_own(both: Both) -> None:
+    """Of seven one is not what was asked for, one has changed, one is not wanted, and one was erased."""
+    size, digest = both.size, PageDigest(b"k" * 32, both.size)
+    pages = [make_page(number) for number in range(7)]
+    outcomes = {2: Outcome.CORRUPT, 3: Outcome.CORRUPT, 4: Outcome.UNWANTED, 5: Outcome.CORRUPT}
+    for store, name in zip(both.stores, ("native", "python"), strict=True):
+        for number, page in enumerate(pages):
+            part = content(number, 0, nbytes=size)
+            assert wait_for(store.write_page, page, (number,), buffers([part])) is Outcome.OK
+        (slab,) = (both.path / name).rglob("slab-00000")
+        flip(slab.parent, 4096 + size // 2, 3 * (size + 4096))
+        store.erase_slots((5,))
+        moves = [
+            PageMove(make_page(9) if number == 2 else page, (number,), buffers([b"\xa5" * size]))
+            for number, page in enumerate(pages)
+        ]
+        moves[4].wanted = lambda: False
+        for move in moves:
+            move.probe = Probe(digest.compute_digest, size)
+        assert wait_for(store.read_pages, moves) is Outcome.OK
+        assert [move.outcome for move in moves] == [outcomes.get(number, Outcome.OK) for number in range(7)]
+        for number in sorted({*range(7)} - set(outcomes)):
+            part = content(number, 0, nbytes=size)
+            assert bytes(moves[number].parts[0]) == part
+            assert moves[number].digest == digest.compute_digest([memoryview(part)])
+        assert {bytes(moves[number].parts[0]) for number in (4, 5)} == {b"\xa5" * size}
+
+
 def flip(folder: Path, place: int | None, at: int) -> None:
     """Change one bit of the slots behind `at`."""
     if place is not None:
@@ -206,6 +235,35 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     again = aligned_buffer(SLOT)
     assert wait_for(store.read_page, make_page(0), (0,), [again]) is Outcome.OK, "behind the one that was dropped"
     assert bytes(targets[1]) == b"p" * SLOT and len(told[1]) == 2 and files.waiting == 2
+    store.close()
+
+
+def test_late_pages_that_were_read_together_keep_their_buffers_until_the_last_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read hangs, and two runs wait behind it: the one that began with it keeps its buffers, the other does not."""
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files = Gate()
+    files.open_again.set()
+    store: DiskStore = open_store(tmp_path, files=files, threads=1)
+    for number in range(3):
+        assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
+    files.open_again.clear()
+    files.waiting, told = 0, [list[Outcome](), list[Outcome]()]
+    runs = [[PageMove(make_page(i), (i,), buffers([b"p" * SLOT])) for i in range(3)] for _ in range(2)]
+    for run, ends in zip(runs, told, strict=True):
+        assert store.read_pages(run, ends.append)
+    wait_until(lambda: files.waiting == 1)
+    hurry(store._pool, 0.05)
+    wait_until(lambda: told == [[Outcome.TIMEOUT], [Outcome.TIMEOUT, Outcome.RETURNED]])
+    assert store.stalled and store.queue_depth == 1 and len(store._mover._moves) == 1  # type: ignore[attr-defined]
+    files.open_again.set()
+    wait_until(lambda: told[0] == [Outcome.TIMEOUT, Outcome.RETURNED])
+    assert bytes(runs[0][0].parts[0]) == content(0, 0), "it came late, into a buffer that was still its own"
+    assert {bytes(move.parts[0]) for run in runs for move in run} == {content(0, 0), b"p" * SLOT}
+    hurry(store._pool, 30.0)
+    assert wait_for(store.read_pages, runs[1]) is Outcome.OK and told[1] == [Outcome.TIMEOUT, Outcome.RETURNED]
+    assert [bytes(move.parts[0]) for move in runs[1]] == [content(number, 0) for number in range(3)]
     store.close()
 
 
@@ -291,16 +349,19 @@ def test_a_late_move_that_no_thread_began_gives_its_buffer_back_whatever_the_dig
 
 def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_calls", calls_of)
-    files, ends = Gate(), list[str]()
+    files, ends, begun = Gate(), list[str](), list[bool]()
     files.open_again.set()
     store = open_store(tmp_path, files=files, threads=2)
+    begin = store._mover.begin
+    monkeypatch.setattr(store._mover, "begin", lambda moves, *rest: (begin(moves, *rest), begun.append(moves[0].write))[0])
     assert wait_for(store.write_page, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
     files.open_again.clear()
+    begun.clear()
     for _ in range(60):
         target = [aligned_buffer(SLOT)]
         assert store.read_page(make_page(0), (0,), target, lambda outcome: ends.append("read"))
     assert store.write_page(make_page(1), (1,), buffers([content(1, 0)]), lambda outcome: ends.append("write"))
-    wait_until(lambda: any(not op.urgent for op, *_ in list(store._mover._moves.values())))  # type: ignore[attr-defined]
+    wait_until(lambda: True in begun)
     files.open_again.set()
     wait_until(lambda: len(ends) == 61)
     assert ends.index("write") < 24
