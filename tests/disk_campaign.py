@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from disk_damage import Damage, Vandal
+from disk_store_helpers import read_page
 from fault_injection import FaultPlan, FaultyFiles
 
 from wicore_trt.errors import EnvironmentUnfitError
@@ -194,8 +195,8 @@ class Campaign:
         waiter = Waiter(len(chosen))
         for place, i in enumerate(chosen):
             slots = self.held[i][0]
-            if not self.store.read_page(
-                self.pages[i], slots, self.buffers[place][: len(slots)], waiter.callback(place)
+            if not read_page(
+                self.store, self.pages[i], slots, self.buffers[place][: len(slots)], waiter.callback(place)
             ):
                 waiter.refused(place)
         for place, (i, outcome) in enumerate(zip(chosen, waiter.wait(), strict=True)):

@@ -12,7 +12,8 @@ from typing import Any
 
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace, record_bytes
-from wicore_trt.kv.disk.io import IoPool
+from wicore_trt.kv.disk.io import IoPool, Probe
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 
@@ -81,11 +82,33 @@ def wait_for(call: Callable[..., bool], *args: Any, timeout_s: float = 30.0) -> 
     return found[0]
 
 
+def read_page(
+    store: DiskStore,
+    page: Page,
+    slots: Sequence[int],
+    parts: Sequence[memoryview],
+    done: Callable[[Outcome], None],
+    *,
+    probe: Probe | None = None,
+    seen: Callable[[bytes], None] = lambda digest: None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Read one page; `done` hears what became of it, and `seen` of the digest of a page that is OK before."""
+    move = PageMove(page, slots, parts, probe, wanted)
+
+    def end_read(outcome: Outcome) -> None:
+        if outcome is move.outcome is Outcome.OK:
+            seen(move.digest)
+        done(move.outcome if outcome is Outcome.OK else outcome)
+
+    return store.read_pages([move], end_read)
+
+
 def put(store: DiskStore, page: Page, slots: Sequence[int], parts: Sequence[bytes]) -> Outcome:
     return wait_for(store.write_page, page, slots, buffers(parts))
 
 
 def get(store: DiskStore, page: Page, slots: Sequence[int], nbytes: int = SLOT) -> tuple[Outcome, list[bytes]]:
     found = [aligned_buffer(nbytes) for _ in slots]
-    outcome = wait_for(store.read_page, page, slots, found)
+    outcome = wait_for(read_page, store, page, slots, found)
     return outcome, [bytes(buffer) for buffer in found]

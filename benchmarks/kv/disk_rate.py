@@ -26,6 +26,7 @@ from wicore_trt.core.assemble_kv import SWITCH_S
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import Outcome, Probe
+from wicore_trt.kv.disk.mover import PageMove
 from wicore_trt.kv.disk.store import QUEUE_LIMIT, DiskStore
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.runtime.page_digest import PageDigest
@@ -76,6 +77,9 @@ def tier(store: DiskStore, slots: list[memoryview], pages: int, digest: PageDige
         if not left[0]:
             over.set()
 
+    def ended(move: PageMove, outcome: Outcome) -> None:
+        done(move.outcome if outcome is Outcome.OK else outcome)
+
     begun, cpu = time.perf_counter(), time.process_time()
     for i in range(pages):
         page = Page(i.to_bytes(32, "little"), "global", i, None, bytes(16))
@@ -84,8 +88,9 @@ def tier(store: DiskStore, slots: list[memoryview], pages: int, digest: PageDige
         probe = Probe(digest.compute_digest, slots[0].nbytes)
         if write:
             store.erase_slots((i,))
-        move = partial(store.write_page, expected=expected) if write else store.read_page
-        while not move(page, (i,), parts, done, probe=probe):
+        read = [PageMove(page, (i,), parts, probe)]
+        begin = partial(store.write_page, page, (i,), parts, probe=probe, expected=expected)
+        while not (begin(done) if write else store.read_pages(read, partial(ended, read[0]))):
             time.sleep(0.001)
     over.wait()
     count = pages * slots[0].nbytes / 1e9

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from disk_store_helpers import SLOT, buffers, content, hurry, make_page, open_store, wait_for
+from disk_store_helpers import SLOT, buffers, content, hurry, make_page, open_store, read_page, wait_for
 from native_calls import calls_of
 
 from wicore_trt.kv.disk import native
@@ -94,7 +94,7 @@ def test_both_do_the_same(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
                 target, seen = [aligned_buffer(size) for _ in slots], [b""]
                 for buffer in target:
                     buffer[:] = b"\xa5" * size
-                outcome = wait_for(partial(store.read_page, probe=probe, seen=seen.append), page, slots, target)
+                outcome = wait_for(partial(read_page, store, probe=probe, seen=seen.append), page, slots, target)
                 found = b"".join(target) if outcome is Outcome.OK else b""
                 assert outcome is not Outcome.OK or seen[-1] == digest.compute_digest([memoryview(found)[:nbytes]])
                 outcomes.append((outcome, found))
@@ -124,7 +124,7 @@ def test_what_one_wrote_the_other_reads_unless_a_bit_changed(both: Both) -> None
         for place in [None, *places, *(random.randrange(2 * stride) for _ in range(4))]:
             flip(folder, place, at)
             target = [aligned_buffer(size) for _ in parts]
-            outcome = wait_for(store.read_page, page, (3, 4), target)
+            outcome = wait_for(read_page, store, page, (3, 4), target)
             assert outcome is (Outcome.OK if place is None else Outcome.CORRUPT), place
             assert place is not None or [bytes(part) for part in target] == parts
             flip(folder, place, at)
@@ -202,7 +202,7 @@ def test_no_read_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert store.write_page(make_page(number), (number,), buffers([content(number, 0)]), ends.append)
     wait_until(lambda: files.waiting == 2 and len(store._mover._moves) == 7)  # type: ignore[attr-defined]
     target = aligned_buffer(SLOT)
-    assert wait_for(store.read_page, make_page(0), (0,), [target]) is Outcome.OK and bytes(target) == content(0, 0)
+    assert wait_for(read_page, store, make_page(0), (0,), [target]) is Outcome.OK and bytes(target) == content(0, 0)
     assert files.waiting == 2 and not ends
     files.open_again.set()
     wait_until(lambda: ends == [Outcome.OK] * 7)
@@ -222,7 +222,7 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     files.open_again.clear()
     files.waiting, told, targets = 0, [[], []], buffers([b"p" * SLOT] * 2)
     for number in range(2):  # the second is with the threads of the library, too
-        assert store.read_page(make_page(number), (number,), [targets[number]], told[number].append)
+        assert read_page(store, make_page(number), (number,), [targets[number]], told[number].append)
     while files.waiting < 1 or len(store._mover._moves) < 2:
         time.sleep(0.001)
     hurry(store._pool, 0.05)
@@ -233,7 +233,7 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     assert bytes(targets[0]) == content(0, 0), "it came late, into a buffer that was still its own"
     hurry(store._pool, 30.0)
     again = aligned_buffer(SLOT)
-    assert wait_for(store.read_page, make_page(0), (0,), [again]) is Outcome.OK, "behind the one that was dropped"
+    assert wait_for(read_page, store, make_page(0), (0,), [again]) is Outcome.OK, "behind the one that was dropped"
     assert bytes(targets[1]) == b"p" * SLOT and len(told[1]) == 2 and files.waiting == 2
     store.close()
 
@@ -278,7 +278,7 @@ def test_who_asks_waits_for_no_disk_whatever_the_digest(tmp_path: Path, monkeypa
     files.open_again.clear()
     targets = [aligned_buffer(SLOT) for _ in range(6)]
     for target in targets:
-        assert store.read_page(make_page(0), (0,), [target], ends.append, probe=probe)
+        assert read_page(store, make_page(0), (0,), [target], ends.append, probe=probe)
     assert not ends
     files.open_again.set()
     wait_until(lambda: len(ends) == 6)
@@ -334,7 +334,7 @@ def test_a_late_move_that_no_thread_began_gives_its_buffer_back_whatever_the_dig
     files.open_again.clear()
     files.waiting, told, targets = 0, [[], []], buffers([b"p" * SLOT] * 2)
     for number in range(2):
-        assert store.read_page(make_page(0), (0,), [targets[number]], told[number].append, probe=probe)
+        assert read_page(store, make_page(0), (0,), [targets[number]], told[number].append, probe=probe)
     wait_until(lambda: files.waiting == 1)
     hurry(store._pool, 0.05)
     wait_until(lambda: told == [[Outcome.TIMEOUT], [Outcome.TIMEOUT, Outcome.RETURNED]])
@@ -342,7 +342,7 @@ def test_a_late_move_that_no_thread_began_gives_its_buffer_back_whatever_the_dig
     wait_until(lambda: told[0] == [Outcome.TIMEOUT, Outcome.RETURNED])
     hurry(store._pool, 30.0)
     again = aligned_buffer(SLOT)
-    assert wait_for(partial(store.read_page, probe=probe), make_page(0), (0,), [again]) is Outcome.OK
+    assert wait_for(partial(read_page, store, probe=probe), make_page(0), (0,), [again]) is Outcome.OK
     assert bytes(targets[1]) == b"p" * SLOT and len(told[1]) == 2 and files.waiting == 2
     store.close()
 
@@ -353,13 +353,15 @@ def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files.open_again.set()
     store = open_store(tmp_path, files=files, threads=2)
     begin = store._mover.begin
-    monkeypatch.setattr(store._mover, "begin", lambda moves, *rest: (begin(moves, *rest), begun.append(moves[0].write))[0])
+    monkeypatch.setattr(
+        store._mover, "begin", lambda moves, *rest: (begin(moves, *rest), begun.append(moves[0].write))[0]
+    )
     assert wait_for(store.write_page, make_page(0), (0,), buffers([content(0, 0)])) is Outcome.OK
     files.open_again.clear()
     begun.clear()
     for _ in range(60):
         target = [aligned_buffer(SLOT)]
-        assert store.read_page(make_page(0), (0,), target, lambda outcome: ends.append("read"))
+        assert read_page(store, make_page(0), (0,), target, lambda outcome: ends.append("read"))
     assert store.write_page(make_page(1), (1,), buffers([content(1, 0)]), lambda outcome: ends.append("write"))
     wait_until(lambda: True in begun)
     files.open_again.set()

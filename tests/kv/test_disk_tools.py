@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from disk_campaign import SLOT, Waiter, content, make_page, namespace, open_store, part_count, tag_of
 from disk_damage import Damage, Vandal
+from disk_store_helpers import read_page
 from msgspec.structs import replace
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, NotFoundError
@@ -43,7 +44,7 @@ def put(store: DiskStore, pages: list[Page], first: int = 0) -> dict[Page, tuple
 
 def get(store: DiskStore, page: Page, slots: tuple[int, ...]) -> Outcome | None:
     buffers, waiter = [aligned_buffer(SLOT) for _ in slots], Waiter(1)
-    assert store.read_page(page, slots, buffers, waiter.callback(0))
+    assert read_page(store, page, slots, buffers, waiter.callback(0))
     (outcome,) = waiter.wait()
     right = [bytes(buffer) for buffer in buffers] == [content(page, 1, part) for part in range(len(slots))]
     assert right or outcome is not Outcome.OK
@@ -304,7 +305,7 @@ def test_another_tenant_gets_nothing_from_the_store(tmp_path: Path) -> None:
         for place, tag in enumerate(tags):
             names = (replace(page, tenant=tag), replace(page, tenant=tag, key=os.urandom(32)))
             for side, thief in enumerate(names):
-                assert store.read_page(thief, slots, buffers, waiter.callback(2 * place + side))
+                assert read_page(store, thief, slots, buffers, waiter.callback(2 * place + side))
         outcomes = waiter.wait()
         probes, hits = probes + len(outcomes), hits + sum(outcome is not Outcome.CORRUPT for outcome in outcomes)
         assert get(store, page, slots) is Outcome.OK

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from campaign import SLOT, Stack
-from disk_store_helpers import buffers, content, get, make_page, open_store, wait_for
+from disk_store_helpers import buffers, content, get, make_page, open_store, read_page, wait_for
 from fault_injection import flip_bit
 
 from wicore_trt.kv.disk.files import Files, aligned_buffer
@@ -76,7 +76,7 @@ def test_a_flipped_page_is_right_after_no_crash(tmp_path: Path, sealed: bool) ->
         store: DiskStore = stack.tiers.movers.disk[1]
         for copy in stack.tiers.disk.iterate_copies():
             parts = [aligned_buffer(SLOT) for _ in copy.slots]
-            if wait_for(store.read_page, copy.page, copy.slots, parts) is Outcome.OK:
+            if wait_for(read_page, store, copy.page, copy.slots, parts) is Outcome.OK:
                 page = right[copy.page.name]
                 assert b"".join(parts)[: len(page)] == page, f"life {life}, seed {SEED}"
                 good += 1

@@ -7,6 +7,7 @@ from collections import deque
 from unittest import mock
 
 import pytest
+from disk_store_helpers import read_page
 from fakes import make_core
 
 from wicore_trt.config import KVSettings
@@ -78,7 +79,7 @@ def test_the_store_reads_nothing_that_is_not_wanted(kept):
     asked, told = [], deque()
     parts = [memoryview(bytearray(b"x" * tiers.movers.host.slot_bytes)) for _ in index.find_copy(*pages[0].name).slots]
     wanted = lambda: bool(asked.append(1))  # noqa: E731
-    assert store.read_page(pages[0], index.find_copy(*pages[0].name).slots, parts, told.append, wanted=wanted)
+    assert read_page(store, pages[0], index.find_copy(*pages[0].name).slots, parts, told.append, wanted=wanted)
     tiers.wait_idle(60)
     while not told:
         pass

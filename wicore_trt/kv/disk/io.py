@@ -23,8 +23,8 @@ from wicore_trt.kv.disk.files import aligned_buffers
 
 CHORE_WAIT_S = 1.0
 AHEAD, URGENT_AHEAD = 8, 16
-"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and their pages
-with which no more urgent ones begin."""
+"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and pages of
+operations that have, when no more urgent ones begin."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -53,21 +53,18 @@ class Probe(NamedTuple):
     nbytes: int
 
 
-class DiskOperation:
-    """Submitted operation on `pages` of them. `run` may look at `timed_out` to leave out what nobody waits for any more; None: it goes on
-    elsewhere, until `IoPool.end_operation`. `drop` ends it there before it begins, if that is still possible."""
+Run = Callable[["DiskOperation"], Outcome | None]
+Told = Callable[[Outcome], None]
 
-    def __init__(
-        self,
-        run: Callable[[DiskOperation], Outcome | None],
-        done: Callable[[Outcome], None],
-        deadline: float = math.inf,
-        *,
-        urgent: bool = False,
-        pages: int = 1,
-    ) -> None:
+
+class DiskOperation:
+    """Submitted operation on some `pages`. `run` may look at `timed_out` to leave out what nobody waits for any more;
+    None: it goes on elsewhere, until `IoPool.end_operation`. `drop` ends it there before it begins, if that is still
+    possible."""
+
+    def __init__(self, run: Run, done: Told, *, urgent: bool = False, pages: int = 1) -> None:
         self.run = run
-        self.deadline = deadline
+        self.deadline = math.inf
         self.urgent, self.pages = urgent, pages
         self.drop: Callable[[], bool] = lambda: False
         self.timed_out = False
@@ -97,9 +94,9 @@ class DiskOperation:
 
 
 class IoPool:
-    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit` pages. One that is
-    not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones it
-    may wait for longer while the disk works.
+    """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit` pages. One that
+    is not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones
+    it may wait for longer while the disk works.
 
     `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
     in the last thread that leaves. `elsewhere`: `threads` elsewhere run the operations, and one here begins those that
@@ -146,14 +143,7 @@ class IoPool:
         """True while every thread is in an operation that timed out."""
         return len(self._hung) >= max(self._threads, len(self._running))
 
-    def submit_operation(
-        self,
-        run: Callable[[DiskOperation], Outcome | None],
-        done: Callable[[Outcome], None],
-        *,
-        urgent: bool = False,
-        pages: int = 1,
-    ) -> bool:
+    def submit_operation(self, run: Run, done: Told, *, urgent: bool = False, pages: int = 1) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""
         with self._lock:
             queue = self._urgent if urgent else self._normal

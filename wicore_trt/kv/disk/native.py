@@ -176,9 +176,7 @@ class NativeMover(PageMover):
     def _drop(self, places: Sequence[int], run: _Run) -> bool:
         """Drop the moves of a run that did not begin; whether none is under way any more because of that."""
         with self._lock:
-            dropped = [
-                at for at in places if at in self._moves and self._quick.wicore_disk_drop(self._handle, at)
-            ]
+            dropped = [at for at in places if at in self._moves and self._quick.wicore_disk_drop(self._handle, at)]
             for at in dropped:
                 del self._moves[at]
             run.left -= len(dropped)

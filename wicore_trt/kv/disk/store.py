@@ -207,32 +207,11 @@ class DiskStore:
         move = PageMove(page, held, buffers, probe, write=True, expires=expires, expected=expected)
         return self._pool.submit_operation(partial(self._run_write, move), finish_write)
 
-    def read_page(
-        self,
-        page: Page,
-        slots: Sequence[int],
-        parts: Sequence[memoryview],
-        done: Callable[[Outcome], None],
-        *,
-        probe: Probe | None = None,
-        seen: Callable[[bytes], None] = lambda digest: None,
-        wanted: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Read one page as `read_pages` does; `done` hears what became of it, and `seen` of the digest before."""
-        move = PageMove(page, slots, parts, probe, wanted)
-
-        def finish_read(outcome: Outcome) -> None:
-            if outcome is move.outcome is Outcome.OK:
-                seen(move.digest)
-            done(move.outcome if outcome is Outcome.OK else outcome)
-
-        return self.read_pages([move], finish_read)
-
     def read_pages(self, moves: Sequence[PageMove], done: Callable[[Outcome], None]) -> bool:
-        """Read pages' parts into their buffers, with one probe's digest. As `write_page`, but `done` hears OK when it is
-        over, and each move has its outcome: CORRUPT when the slots hold anything else, and only after OK do the buffers
-        mean something. The probe looks at them before they are checked, so that no bit can flip between; encrypted
-        ones are checked first."""
+        """Read pages' parts into their buffers, with digests of one kind. As `write_page`, but `done` hears OK when it
+        is over, and each move has its outcome: CORRUPT when the slots hold anything else, and only after OK do the
+        buffers mean something. The probe looks at them before they are checked, so that no bit can flip between;
+        encrypted ones are checked first."""
         for move in moves:
             self._check_slots(move.slots, move.parts)
         return self._pool.submit_operation(partial(self._run_reads, moves), done, urgent=True, pages=len(moves))
@@ -310,7 +289,7 @@ class DiskStore:
             move.write_id = written[move.slots[0]]
             if not move.wanted():
                 move.outcome = Outcome.UNWANTED
-            elif not move.write_id or any([written[slot] != move.write_id for slot in move.slots]):
+            elif not move.write_id or any(written[slot] != move.write_id for slot in move.slots):
                 move.outcome = Outcome.CORRUPT
             else:
                 begun.append(move)

@@ -257,9 +257,10 @@ def aim_meeting(
         if here <= min(worth, in_time) and idle_s < longest_s:
             return replace(choice, meet=computed, early=computed, wait_s=longest_s, arrives_s=here)
     here, slice_s = arrival(computed), compute.shared_seconds(computed, computed + choice.slice_tokens)
-    if choice.decision == "load" and compute.share == 1 and idle_s + here <= choice.wait_s:
-        if here <= slice_s or front(min(meet, choice.stop) // page_tokens) > (1 - DISK_SPLIT_MARGIN) * here:
-            return replace(choice, meet=computed, early=computed)
+    gain = here - front(min(meet, choice.stop) // page_tokens)
+    in_time = choice.decision == "load" and compute.share == 1 and idle_s + here <= choice.wait_s
+    if in_time and (here <= slice_s or gain < DISK_SPLIT_MARGIN * here):
+        return replace(choice, meet=computed, early=computed)
     wait_s = min(
         choice.wait_s,
         WAIT_SHARE * compute.shared_seconds(min(meet, choice.stop), choice.stop),

@@ -32,7 +32,7 @@ enough that others have their turn; more of them where it is known to read more 
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 TOGETHER, SLOTS_TOGETHER = 16, 64
-"""Pages that the disk is asked for with one call, and heard of with one report, and most of their slots (27B: 32 MB)."""
+"""Pages that the disk is asked for with one call, and heard of with one report, and most of their slots (32 MB)."""
 AT_ONCE = 64
 """Pages in host memory that are sent to the device with one call, and heard of with one report."""
 ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 96, 16
@@ -196,17 +196,16 @@ class UpTransfers:
 
     def _begin_reads(self, fetches: Sequence[Fetch]) -> int:
         """Have pages that are not in host memory read; returns as `begin_fetches`."""
-        movers, move, run = self._movers, Read([], [], [], time.perf_counter()), list[Fetch]()
+        movers, move = self._movers, Read([], [], [], time.perf_counter())
+        if movers.disk is None or movers.disk[1].stalled:
+            self._fail_fetch(fetches[0])
+            return 1
+        index, store = movers.disk
         for fetch in fetches:
             page, name = fetch.page, fetch.page.name
-            source = movers.disk[0].find_ready(*name) if movers.disk is not None else None
-            if movers.disk is None or source is None or movers.disk[1].stalled:
-                if not run:
-                    self._fail_fetch(fetch)
-                    return 1
-                break
-            copy = movers.host.index.reserve_copy(page, len(source.slots))
-            if copy is None:
+            source = index.find_ready(*name)
+            copy = movers.host.index.reserve_copy(page, len(source.slots)) if source is not None else None
+            if source is None or copy is None:
                 break
             copy.origin = "disk"
             parts, wanted = movers.host.cut_slots(copy.slots), partial(self._is_wanted, name)
@@ -214,25 +213,25 @@ class UpTransfers:
             move.sources.append(source)
             move.pages.append(PageMove(page, source.slots, parts, movers.probe_copy(copy), wanted))
             self.waiting.setdefault(name, []).append(fetch)  # first, because the disk's thread may ask at once
-            run.append(fetch)
-        if not run or movers.disk is None:
-            return 0
-        index, store = movers.disk
+        begun = len(move.copies)
+        if not begun and source is None:
+            self._fail_fetch(fetches[0])
+            return 1
         index.acquire_copies(move.sources)
         done = partial(movers.post_timed, movers.came_up, self._end_read, move, move.asked)
-        if not store.read_pages(move.pages, done):
+        if not begun or not store.read_pages(move.pages, done):
             index.release_copies(move.sources)
-            for fetch, copy in zip(run, move.copies, strict=True):
+            for fetch, copy in zip(fetches, move.copies, strict=False):
                 movers.host.index.abort_copy(copy, "queue full")
                 self.waiting[fetch.page.name].remove(fetch)
                 if not self.waiting[fetch.page.name]:
                     del self.waiting[fetch.page.name]
             return 0
-        movers.outstanding += len(run)
+        movers.outstanding += begun
         count = sum(map(movers.host.bytes_of, move.copies))
         self.asked_bytes += count
         self.reading_bytes += count
-        return len(run)
+        return begun
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
         """Check whether a fetch waits for a page that is to be read, on the disk's thread: fetches that come later, or
@@ -384,17 +383,18 @@ class LoadPump:
             self._may_ask = 0  # those behind it in the order would only come between
             load.todo.appendleft(item)
             return False
-        items, room = [item], 1 if here else min(room, self._together[item.page.group])
-        while len(items) < room and load.todo and load.todo[0].page.group == item.page.group:
-            if self._host.find_copy(*load.todo[0].page.name) is not None or (after := load.take_next_item()) is None:
+        items, todo = [item], load.todo
+        room = 1 if self._host.find_copy(*item.page.name) is not None else min(room, self._together[item.page.group])
+        while len(items) < room and todo and todo[0].page.group == item.page.group and load.is_wanted(todo[0]):
+            if self._host.find_copy(*todo[0].page.name) is not None:
                 break
-            items.append(after)
+            items.append(todo.popleft())
         begun = self._fetch_items(load, items, here)
         load.in_flight += begun
-        load.todo.extendleft(reversed(items[begun:]))
+        todo.extendleft(reversed(items[begun:]))
         if not begun and self._movers.outstanding == self._movers.late:  # no move will end soon, and make room
             load.in_flight += 1
-            load.fail_item(load.todo.popleft())
+            load.fail_item(todo.popleft())
         return begun > 0
 
     def _in_host(self, page: Page) -> bool:
