@@ -13,6 +13,7 @@ from benchmarks.kv.planner_simulation import Noise, grid, run_cell, run_stalls
 from wicore_trt.kv.prefix.planner import (
     BAND,
     CAUTION,
+    FAST_LOAD,
     MARGIN,
     Candidate,
     LoadChoice,
@@ -54,8 +55,21 @@ def test_a_fast_host_is_loaded_alone_and_a_slow_disk_not_at_all():
     assert choose_load(1280, 0, [candidate(1024)], LINEAR, tiers).decision == "compute"
 
 
+def test_a_fast_disk_is_awaited_while_nobody_else_computes():
+    """1,024 tokens take a second to compute. Beside others a step takes its time anyway."""
+    for disk, share, decision in ((5.5e6, 1.0, "load"), (4e6, 1.0, "split"), (5.5e6, 0.5, "split")):
+        compute = replace(LINEAR, share=share)
+        made = choose_load(1040, 0, [candidate(1024)], compute, {"host": TierRate(1e12), "disk": TierRate(disk)})
+        assert made.decision == decision, (disk, share)
+    made = choose_load(1040, 0, [candidate(1024)], LINEAR, {"host": TierRate(1e12), "disk": TierRate(1e7)})
+    for seconds, idle_s, meets in ((0.1, 0.0, True), (0.1, 0.1, False), (0.3, 0.0, False), (0.05, 0.1, True)):
+        aimed = aim_meeting(made, 0, PAGE, LINEAR, lambda token, left=seconds: left, idle_s=idle_s)
+        assert (aimed.meet == 0) == meets, (seconds, idle_s)
+        assert decide_move(aimed, 0, 2048, idle_s).action == ("wait" if meets else "compute")
+
+
 def test_latency_makes_short_prefixes_computed():
-    tiers = {"host": TierRate(1e9), "disk": TierRate(1e8, latency_s=0.2)}
+    tiers = {"host": TierRate(1e9), "disk": TierRate(1e8, latency_s=0.5)}
     assert choose_load(192, 0, [candidate(128)], LINEAR, tiers).decision == "compute"
     assert choose_load(2048, 0, [candidate(1984)], LINEAR, tiers).decision == "split"
 
@@ -361,7 +375,8 @@ def test_with_true_rates_every_cell_is_near_the_oracle_and_never_slower_than_rec
     outcomes = [run_cell(cell, Noise(0.0), random.Random(0)) for cell in grid()]
     assert len(outcomes) == 1300 and {o.choice.decision for o in outcomes} == {"compute", "load", "split"}
     for outcome in outcomes:
-        assert outcome.over_oracle <= 1.10, outcome
+        awaited = outcome.choice.decision == "load" and outcome.cell.placement != "host"  # a fast disk: FAST_LOAD
+        assert outcome.over_oracle <= (1.10 + FAST_LOAD / 2 if awaited else 1.10), outcome
         assert outcome.over_recompute <= 1.01, outcome
 
 

@@ -62,7 +62,7 @@ def find_calls(files: Files) -> tuple[Any, Any] | None:
 
 
 def has_key(digest: object) -> bool:
-    """Whether the library can take this digest."""
+    """Check whether the library can take this digest."""
     return hasattr(getattr(digest, "__self__", None), "words")
 
 

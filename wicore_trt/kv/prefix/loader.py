@@ -37,7 +37,7 @@ LATE = 2.0
 """A load from disk that takes this many times its estimate counts as measured, so that the next ones do not wait."""
 MEASURED_BYTES = 4 << 20
 """Fewer bytes say little of a link."""
-PROBE_BYTES, PROBE_READS = 64 << 20, 8
+PROBE_BYTES, PROBE_READS = 64 << 20, 32
 PROBE_SHARE = 0.75
 """Of the host's slots that the probe may borrow: pages may come meanwhile."""
 JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")

@@ -23,8 +23,9 @@ MARGIN = 0.05
 SPLIT_MARGIN = 0.1
 """Beside a load of host memory alone, which is sure, computing a part must be predicted to save this share of what the
 load takes: the device's time is the other sequences' too, and a fast link brings most before it could be computed."""
-DISK_SPLIT_MARGIN = 0.25
-"""The same beside a load from disk, while no other sequence is in the steps: no page goes to the device beside one."""
+FAST_LOAD = 0.2
+"""Share of the time of computing, below which a load from disk is awaited while no other sequence computes: beside a
+step no page goes to the device, and computing a part would save less than that costs."""
 BAND = 0.35
 """How much faster than predicted a load may be without running out of requested pages: a split requests more pages
 than it expects to need."""
@@ -131,9 +132,10 @@ def choose_load(
         load = _Load(candidate, start, pages, compute, tiers)
         meet = load.meeting_token(1.0)
         front = compute.delay_s + compute.shared_seconds(start, meet)
-        margin = (DISK_SPLIT_MARGIN if compute.share == 1 else 0.0) if load.reads_disk(start) else SPLIT_MARGIN
-        least = (1 - margin) * max(compute.delay_s, load.load_seconds(start))
-        if meet - start < compute.slice_tokens or max(front, load.load_seconds(meet)) > least:
+        alone = load.load_seconds(start)
+        least = (1 - SPLIT_MARGIN * (not load.reads_disk(start))) * max(compute.delay_s, alone)
+        fast = compute.share == 1 and alone <= FAST_LOAD * recompute and load.reads_disk(start)
+        if fast or meet - start < compute.slice_tokens or max(front, load.load_seconds(meet)) > least:
             meet = start
         for begin in (start, meet) if compute.others and meet > start else (meet,):
             score = seconds_of(load, begin, CAUTION) - compute.seconds_spared(begin, candidate.tokens)
@@ -256,10 +258,10 @@ def aim_meeting(
         longest_s = choice.longest_s - compute.shared_seconds(choice.start, max(computed, min(ready_from, choice.stop)))
         if here <= min(worth, in_time) and idle_s < longest_s:
             return replace(choice, meet=computed, early=computed, wait_s=longest_s, arrives_s=here)
-    here, slice_s = arrival(computed), compute.shared_seconds(computed, computed + choice.slice_tokens)
-    gain = here - front(min(meet, choice.stop) // page_tokens)
+    here, rest_s = arrival(computed), compute.shared_seconds(computed, choice.stop)
+    slice_s = compute.shared_seconds(computed, computed + choice.slice_tokens)
     in_time = choice.decision == "load" and compute.share == 1 and idle_s + here <= choice.wait_s
-    if in_time and (here <= slice_s or gain < DISK_SPLIT_MARGIN * here):
+    if in_time and here <= max(slice_s, FAST_LOAD * rest_s):
         return replace(choice, meet=computed, early=computed)
     wait_s = min(
         choice.wait_s,
