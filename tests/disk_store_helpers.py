@@ -12,8 +12,7 @@ from typing import Any
 
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace, record_bytes
-from wicore_trt.kv.disk.io import IoPool, Probe
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import IoPool, PageMove, Probe
 from wicore_trt.kv.disk.store import DiskStore, Outcome
 from wicore_trt.kv.pages.page import Page
 

@@ -25,8 +25,7 @@ from typing import NamedTuple
 from wicore_trt.core.assemble_kv import SWITCH_S
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.io import Outcome, Probe
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import Outcome, PageMove, Probe
 from wicore_trt.kv.disk.store import QUEUE_LIMIT, DiskStore
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.runtime.page_digest import PageDigest

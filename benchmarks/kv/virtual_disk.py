@@ -18,8 +18,7 @@ from queue import Empty
 from typing import Any
 
 from benchmarks.kv.host_costs import HostCosts
-from wicore_trt.kv.disk.io import Outcome
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import Outcome, PageMove
 from wicore_trt.kv.disk.store import QUEUE_LIMIT
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.model.spec import GLOBAL, LOCAL

@@ -19,8 +19,7 @@ from native_calls import calls_of
 
 from wicore_trt.kv.disk import native
 from wicore_trt.kv.disk.files import Files, aligned_buffer
-from wicore_trt.kv.disk.io import Outcome, Probe
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import Outcome, PageMove, Probe
 from wicore_trt.kv.disk.native import NativeMover
 from wicore_trt.kv.disk.store import DiskStore
 from wicore_trt.plugins.cpu_library import open_library

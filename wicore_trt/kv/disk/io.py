@@ -19,7 +19,10 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from wicore_trt.kv.disk.files import aligned_buffers
+from wicore_trt.kv.pages.page import Page
 
 CHORE_WAIT_S = 1.0
 AHEAD, URGENT_AHEAD = 8, 16
@@ -51,6 +54,34 @@ class Probe(NamedTuple):
 
     digest: Callable[[Sequence[memoryview]], bytes]
     nbytes: int
+
+
+class PageMove(Struct, eq=False):
+    """Page to read from `slots` or to write there, one buffer a slot. A write ends with CorruptSlotError and without a
+    record unless the digest of `probe` is `expected`. A read is left out where `wanted`, asked in another thread before
+    anything is read, says no. `outcome`, and `digest` of what was read, mean something when its operation is over."""
+
+    page: Page
+    slots: Sequence[int]
+    parts: Sequence[memoryview]
+    probe: Probe | None = None
+    wanted: Callable[[], bool] = lambda: True
+    write: bool = False
+    write_id: int = 0
+    expires: int = 0
+    expected: bytes = b""
+    outcome: Outcome = Outcome.FAILED
+    digest: bytes = b""
+
+    def take_digest(self) -> bytes:
+        """Have the probe take its digest now; nothing without one."""
+        if self.probe is None:
+            return b""
+        left, parts = self.probe.nbytes, list[memoryview]()
+        for part in self.parts:
+            parts.append(part[:left])
+            left -= len(parts[-1])
+        return self.probe.digest(parts)
 
 
 Run = Callable[["DiskOperation"], Outcome | None]

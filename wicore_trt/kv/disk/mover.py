@@ -10,51 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from msgspec import Struct
-
 from wicore_trt.kv.disk.files import Files, aligned_buffers, move_buffers
 from wicore_trt.kv.disk.format import BLOCK_BYTES, CorruptSlotError, SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex, find_runs
-from wicore_trt.kv.disk.io import DiskOperation, Outcome, Probe
+from wicore_trt.kv.disk.io import DiskOperation, Outcome, PageMove
 from wicore_trt.kv.disk.space import DiskSpace
-from wicore_trt.kv.pages.page import Page
 
 Fault = CorruptSlotError | EOFError | OSError
 """Why a page was not moved."""
-Landed = Callable[["PageMove", Fault | None, bytes], None]
+Landed = Callable[[PageMove, Fault | None, bytes], None]
 """Called at the end of a move with the digest that its probe took; notes its outcome."""
 
 
 class DroppedError(EOFError):
     """Nobody waits for the write any more, and it got no record."""
-
-
-class PageMove(Struct, eq=False):
-    """Page to read from `slots` or to write there, one buffer a slot. A write ends with CorruptSlotError and without a
-    record unless the digest of `probe` is `expected`. A read is left out where `wanted`, asked in another thread before
-    anything is read, says no. `outcome`, and `digest` of what was read, mean something when its operation is over."""
-
-    page: Page
-    slots: Sequence[int]
-    parts: Sequence[memoryview]
-    probe: Probe | None = None
-    wanted: Callable[[], bool] = lambda: True
-    write: bool = False
-    write_id: int = 0
-    expires: int = 0
-    expected: bytes = b""
-    outcome: Outcome = Outcome.FAILED
-    digest: bytes = b""
-
-    def take_digest(self) -> bytes:
-        """Have the probe take its digest now; nothing without one."""
-        if self.probe is None:
-            return b""
-        left, parts = self.probe.nbytes, list[memoryview]()
-        for part in self.parts:
-            parts.append(part[:left])
-            left -= len(parts[-1])
-        return self.probe.digest(parts)
 
 
 class PageMover:

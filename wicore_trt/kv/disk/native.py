@@ -22,8 +22,8 @@ from typing import Any
 
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import CorruptSlotError
-from wicore_trt.kv.disk.io import DiskOperation, Outcome
-from wicore_trt.kv.disk.mover import DroppedError, Fault, Landed, PageMove, PageMover
+from wicore_trt.kv.disk.io import DiskOperation, Outcome, PageMove
+from wicore_trt.kv.disk.mover import DroppedError, Fault, Landed, PageMover
 from wicore_trt.plugins.cpu_library import open_library
 
 _REPORTS = 64  # taken at a time

@@ -25,8 +25,8 @@ from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, NotOursError
 from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError, Namespace, SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex
-from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, Probe
-from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMove, PageMover
+from wicore_trt.kv.disk.io import DiskOperation, IoPool, Outcome, PageMove, Probe
+from wicore_trt.kv.disk.mover import DroppedError, Fault, PageMover
 from wicore_trt.kv.disk.native import NativeMover, has_key
 from wicore_trt.kv.disk.space import SLAB_BYTES, DiskSpace, Wiper
 from wicore_trt.kv.pages.page import Page

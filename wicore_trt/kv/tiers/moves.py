@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import PageMove
 from wicore_trt.kv.pages.page import Page
 
 

@@ -16,8 +16,7 @@ from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter
 
-from wicore_trt.kv.disk.io import Outcome
-from wicore_trt.kv.disk.mover import PageMove
+from wicore_trt.kv.disk.io import Outcome, PageMove
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.host import Movers
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
