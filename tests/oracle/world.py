@@ -24,6 +24,7 @@ from unittest import mock
 
 from wicore_trt.kv.disk.io import DiskOperation, Outcome
 from wicore_trt.kv.disk.native import NativeMover
+from wicore_trt.kv.disk.store import DiskStore
 
 PACKAGES = ("wicore_trt.kv.", "wicore_trt.schedule.", "wicore_trt.core.")
 NEVER = math.inf
@@ -132,6 +133,7 @@ class Virtual:
             for function in _default_clocks():
                 stack.enter_context(_with_defaults(function, clock.monotonic))
             stack.enter_context(mock.patch.object(NativeMover, "start_threads", lambda *args: False))
+            stack.enter_context(mock.patch.object(DiskStore, "reads_together", lambda *args: True))
             yield
 
 
@@ -287,7 +289,7 @@ class VirtualIoPool:
         queue = self._queues[urgent]
         if self._closing or len(queue) >= self._limit or self.stalled:
             return False
-        op = DiskOperation(run, done, self._world.now + self._timeout_s)
+        op = DiskOperation(run, done)
         self.live[op] = None
         queue.append(op)
         self._world.later(self._timeout_s, lambda: self._expire(op))
@@ -316,7 +318,7 @@ class VirtualIoPool:
             self._begin((self._queues[True] or self._queues[False]).popleft())
         if self._idle and self._nudged and not self._chore_runs and not self._closing:
             self._nudged, self._chore_runs = False, True
-            self._begin(DiskOperation(self._run_chore, lambda outcome: None, NEVER))
+            self._begin(DiskOperation(self._run_chore, lambda outcome: None))
         if self._closing and self._idle == self._threads and not self._ended:
             self._ended = True
             self._end()
