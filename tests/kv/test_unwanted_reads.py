@@ -166,6 +166,27 @@ def test_two_loads_that_read_the_same_pages_keep_to_the_bound_one_after_the_othe
     assert {tiers.find_tier(*page.name) for page in pages} == {"host"}
 
 
+def test_a_run_of_reads_ends_at_a_page_that_is_in_host_memory_and_at_one_of_no_use(kept):
+    tiers, pages = kept
+    pages = [page for page in pages if page.group == GLOBAL]
+    tiers.loads.begin_load(PrefixLoad(0, 0, [LoadItem(pages[2], -1)]))
+    while tiers.loads.loads:
+        tiers.poll_all()
+    load = PrefixLoad(len(pages) * 4, len(pages), [LoadItem(page, -1) for page in pages])
+    wanted, useless = load.is_wanted, pages[6]
+    with (
+        mock.patch.object(tiers.loads, "_together", {GLOBAL: 16}),
+        mock.patch.object(tiers.store, "read_pages", wraps=tiers.store.read_pages) as read,
+        mock.patch.object(load, "is_wanted", lambda item: item.page is not useless and wanted(item)),
+    ):
+        tiers.loads.begin_load(load)
+        while tiers.loads.loads or tiers.has_work:
+            tiers.poll_all()
+    runs = [[move.page for move in call.args[0]] for call in read.call_args_list]
+    assert runs == [pages[:2], pages[3:6], pages[7:]]
+    assert load.complete and load.here[GLOBAL] == {page.index for page in pages if page is not useless}
+
+
 def test_a_page_that_is_wrong_in_host_memory_waits_for_room_in_the_queue(kept):
     tiers, pages = kept
     pages = [page for page in pages if page.group == GLOBAL]
