@@ -5,7 +5,7 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 engine stops itself while it loads), `backlog` (bytes after which the engine cuts off a front), `dies` (the process that
 ends while it starts, every time), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes`
 of a host tier, and `pids`, a folder where each process leaves its number; `front_s`, `silence_s` (of an engine that
-loads), `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with `narrow` its
+loads), `stopped_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with `narrow` its
 sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server reads, and
 reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still after ten
 steps, and none loads. With `both` lines have the address of gRPC before that of HTTP.
@@ -132,6 +132,7 @@ def main(given: dict) -> int:
 
         child.socket.socketpair = narrow_pair
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
+    supervisor.STOPPED_S = given.get("stopped_s", supervisor.STOPPED_S)
     supervisor.LOAD_S = given.get("silence_s", supervisor.LOAD_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)

@@ -17,6 +17,8 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 from wicore_trt.child_process import child_command
@@ -164,6 +166,13 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal has stopped a process; a busy one, or one under a debugger, is not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 class ChildSlot:

@@ -37,6 +37,7 @@ from wicore_trt.process.child import (
     Child,
     ChildSlot,
     describe_exit,
+    is_stopped,
     read_error,
     wait_for_exit,
 )
@@ -51,6 +52,8 @@ FRONT_S, FRONT_START_S = 20.0, 120.0
 """A front that says nothing for so long counts as hung; the second number holds until it listens."""
 LOAD_S = 120.0
 """Seconds for which an engine that loads may be silent; its watchdog may be more patient."""
+STOPPED_S = 10.0
+"""Seconds for which an engine that a signal has stopped may be silent; suspended with this process, it is not."""
 SLOW_S = 5.0
 """Time until the next attempt when the system has no room for a process or a socket."""
 DUMP_S = 1.0
@@ -182,10 +185,12 @@ class Supervisor:
             return
         loop, stuck_s = asyncio.get_running_loop(), max(engine.silent_s, engine.stuck_s)
         engine.silent_s += BEAT_S
-        if stuck_s < (limit_s if engine.loaded else max(limit_s, LOAD_S)):
+        stopped = engine.silent_s > STOPPED_S and is_stopped(process.pid)
+        if stuck_s < (limit_s if engine.loaded else max(limit_s, LOAD_S)) and not stopped:
             loop.call_later(BEAT_S, self._watch_engine, name, process)
             return
         why = f"it {'had work and ended no step' if engine.loaded else 'gave no sign of life'} for {stuck_s:.0f} s"
+        why = "a signal has stopped it" if stopped else why
         log.error("the %s is stuck: %s; the stacks of its threads follow", name, why)
         if engine.loaded:
             engine.error = EngineDeadError(f"The engine was ended: {why}.")
