@@ -5,10 +5,10 @@ Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes
 engine stops itself while it loads), `backlog` (bytes after which the engine cuts off a front), `dies` (the process that
 ends while it starts, every time), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes`
 of a host tier, and `pids`, a folder where each process leaves its number; `front_s`, `silence_s` (of an engine that
-loads), `stopped_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with `narrow` its
-sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server reads, and
-reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still after ten
-steps, and none loads. With `both` lines have the address of gRPC before that of HTTP.
+loads), `stopped_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with
+`narrow` its sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server
+reads, and reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still
+after ten steps, and none loads. With `both` lines have the address of gRPC before that of HTTP.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import open_engine
 from wicore_trt.engine.options import find_backend
-from wicore_trt.errors import CheckpointError, EngineFormatError, RankError
+from wicore_trt.errors import CheckpointError, EngineFormatError, EnvironmentUnfitError, RankError
 from wicore_trt.llm import LLM
 from wicore_trt.runtime import exchange, rank_process, ranks
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
@@ -301,6 +301,33 @@ def test_a_rank_that_cannot_open_its_part_is_an_error(tmp_path: Path) -> None:
     weights.write_bytes(bytes(weights.stat().st_size))  # rank 0 does not read them
     with pytest.raises(EngineFormatError, match="rank1.safetensors cannot be read"):
         find_backend("torch").open(engine, ExecutorOptions(device="cpu", threads=1, kv_pages=PAGES))
+
+
+def list_open() -> list[str]:
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(file) for file in files if os.path.lexists(file))
+
+
+@pytest.mark.parametrize("fault", ["no process starts", "no disk"])
+def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Before ranks are there, or when all have loaded: neither files nor processes."""
+    write_tiny_source(tmp_path / "source")
+    build_engine(tmp_path / "source", tmp_path / "engine", tp_size=4 if fault == "no process starts" else 2)
+    started, start = list[int](), ranks.start_beside
+
+    def start_or_fail(command: list[str], **options: object) -> object:
+        if fault != "no disk" and started:
+            raise FileNotFoundError(fault)
+        process = start(command, **options)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(ranks, "start_beside", start_or_fail)
+    before = list_open()
+    with pytest.raises((FileNotFoundError, EnvironmentUnfitError), match=fault if "process" in fault else "disk tier"):
+        LLM(tmp_path / "engine", kv__host_bytes="1MiB", kv__disk_path=str(tmp_path / "source" / "config.json"))
+    assert list_open() == before
+    assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
 def test_a_refusal_that_nobody_hears_ends_a_rank_all_the_same(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -75,8 +76,12 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         grammars = Grammars(tokenizer, manifest.spec.vocab_size)
         if serves:
             grammars.warm()
-        executor = executor or make_executor(engine, settings)
-        core = _make_core(engine, settings, executor, grammars, max_context)
+        with ExitStack() as undo:  # of what is opened here, if something fails behind it
+            if executor is None:
+                executor = make_executor(engine, settings)
+                undo.callback(executor.close)
+            core = _make_core(engine, settings, executor, grammars, max_context, undo)
+            undo.pop_all()
         layout = core.executor.layout
         kernels, kv_dtype, page_tokens = core.executor.kernels, layout.kv_dtype, layout.page_tokens
     if serves and tokenizer.chat_note is not None:
@@ -113,7 +118,7 @@ def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokeniz
 
 
 def _make_core(
-    engine: EngineDir, settings: Settings, executor: Executor, grammars: Grammars, max_context: int
+    engine: EngineDir, settings: Settings, executor: Executor, grammars: Grammars, max_context: int, undo: ExitStack
 ) -> EngineCore:
     manifest, layout = engine.manifest, executor.layout
     manager, loader = make_cache(
@@ -124,6 +129,7 @@ def _make_core(
         kernels=executor.kernels,
         copier=executor.copier,
     )
+    undo.callback(manager.close, 0.0)
     given, batch_tokens = settings.scheduler, executor_options(settings, manifest.vision).max_batch_tokens
     batch_tokens = min(batch_tokens, executor.max_batch_tokens)
     if not manager.can_run(max_context, batch_tokens):

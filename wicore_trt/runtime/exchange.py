@@ -106,6 +106,7 @@ class RankExchange:
 
     def close(self) -> None:
         self._memory.close()
+        self._buffers = self._buffers[..., :0].copy()  # a mapping has a descriptor, too
         for peer in self._peers.values():
             peer.close()
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -143,12 +143,12 @@ class RankedExecutor:
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         options = replace(options, threads=threads)
         start = {"engine": str(engine), "opener": opener, "options": asdict(options)}
-        self._group = _Ranks(ranks, start, _list_gpus(ranks) if gpus else [])
+        self._group, self._local = _Ranks(ranks, start, _list_gpus(ranks) if gpus else []), cast(Any, None)
         try:
-            self._local: Any = import_named(opener)(engine, options, self._group.exchange)
+            self._local = import_named(opener)(engine, options, self._group.exchange)
             self._group.await_ready()
         except BaseException as error:
-            self._group.close()
+            self.close()
             if isinstance(error, RankError) and self._group.refusal is not None:  # what ended that rank
                 raise self._group.refusal from error
             raise
@@ -181,7 +181,8 @@ class RankedExecutor:
 
     def close(self) -> None:
         self._group.close()
-        self._local.close()
+        if self._local is not None:
+            self._local.close()
 
     def _begin_step(self, batch: StepBatch, rows: list[int] | None = None) -> None:
         self._copies.send_asked()
@@ -271,33 +272,44 @@ class _Ranks:
         """Of peer memory: kernels that wait for a rank see there that it has failed."""
         self._alike = [deque[int]() for _ in range(ranks)]
         """Checksums of what each rank had alike in steps that were not compared yet."""
-        memory = create_memory(ranks)
         mesh = {(a, b): socket.socketpair() for a in range(ranks) for b in range(a + 1, ranks)}
+        memory = create_memory(ranks)
 
         def peers_of(rank: int) -> dict[int, socket.socket]:
             return {(b if a == rank else a): pair[a != rank] for (a, b), pair in mesh.items() if rank in (a, b)}
 
         self.processes, self._sockets = list[subprocess.Popen[bytes]](), list[MessageSocket]()
-        for rank in range(1, ranks):
-            ours, theirs = socket.socketpair()
-            peers = {other: end.fileno() for other, end in peers_of(rank).items()}
-            given = {**start, "rank": rank, "ranks": ranks, "memory": memory, "control": theirs.fileno(),
-                     "peers": peers}  # fmt: skip
-            order = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank:] + gpus[:rank])} if gpus else {}
-            with theirs:
-                process = start_beside(
-                    child_command("wicore_trt.runtime.rank_process", given), stdin=subprocess.DEVNULL,
-                    start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()), env=os.environ | order,
-                )  # fmt: skip
-            self.processes.append(process)
-            self._sockets.append(MessageSocket(ours))
         self._beats, self._lock = dict.fromkeys(range(ranks), time.monotonic()), threading.Lock()
         self._glances = dict.fromkeys(range(ranks), 0)  # since the last beat
-        self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._is_alive)
-        os.close(memory)
-        for a, b in mesh:
-            for rank, end in zip((a, b), mesh[a, b], strict=True):
-                if rank:  # else an end of a rank that has ended would stay open here
+        try:
+            for rank in range(1, ranks):
+                ours, theirs = socket.socketpair()
+                self._sockets.append(MessageSocket(ours))
+                peers = {other: end.fileno() for other, end in peers_of(rank).items()}
+                given = {**start, "rank": rank, "ranks": ranks, "memory": memory, "control": theirs.fileno(),
+                         "peers": peers}  # fmt: skip
+                order = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank:] + gpus[:rank])} if gpus else {}
+                with theirs:
+                    process = start_beside(
+                        child_command("wicore_trt.runtime.rank_process", given), stdin=subprocess.DEVNULL,
+                        start_new_session=True, pass_fds=(memory, theirs.fileno(), *peers.values()),
+                        env=os.environ | order,
+                    )  # fmt: skip
+                self.processes.append(process)
+            self.exchange = RankExchange(0, ranks, memory, peers_of(0), self._is_alive)
+        except BaseException:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+            for control in self._sockets:
+                control.close()
+            for end in peers_of(0).values():
+                end.close()
+            raise
+        finally:
+            os.close(memory)
+            for (first, _), pair in mesh.items():
+                for end in pair[first == 0 :]:  # else an end of a rank that has ended would stay open here
                     end.close()
         self._ready = threading.Semaphore(0)
         self._readers = [
