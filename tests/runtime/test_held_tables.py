@@ -99,11 +99,13 @@ class Mirror:
         gap, several = begin - singles, len(slices) - singles
         ends = [start - singles for start in starts[singles:]]
         owners = [begin + i for i in range(several) for _ in range(ends[i + 1] - ends[i])]
+        sampled = [*range(begin), *(begin + end - 1 for end in ends[1:])]
+        sampled += [row for row in range(begin, begin + size.prefill.sequences) if row not in sampled]
         wanted = {
             "token_ids": ([*tokens[:singles], *[-1] * gap, *tokens[singles:]], -1),
             "positions": ([*positions[:singles], *[-1] * gap, *positions[singles:]], -1),
             "sequences": ([*range(begin), *owners], -1),
-            "sample_rows": ([*range(begin), *(begin + end - 1 for end in ends[1:])], 0),
+            "sample_rows": (sampled[: size.sampled], None),  # the kernel behind the last layer needs different ones
             "kv_lengths": ([position + 1 for position in positions[:singles]], 0),
             "cu_seqlens": (ends, ends[-1]),
             "first_positions": ([positions[start] for start in starts[singles:-1]], 0),
@@ -112,6 +114,8 @@ class Mirror:
         offsets = array_offsets(sizes)[0]
         for name, (values, rest) in wanted.items():
             found = self.block._block[offsets[name] :][: sizes[name]].tolist()
+            if name == "sample_rows" and len({*found}) < len(found):
+                yield f"rows are sampled twice: {found}"
             if found != values + [rest] * (len(found) - len(values)):
                 yield f"{name}: {found} in place of {values}"
 

@@ -256,14 +256,17 @@ class StepBlock:
         self._apply_update(changes, padding.end, tables)
 
     def _fill_prefill(self, arrays: Mapping[str, np.ndarray], chunks: Sequence[SequenceSlice], begin: int) -> None:
-        """Write the prefill rows of a padded step, the first of which is row `begin`."""
+        """Write the prefill rows of a padded step, the first of which is row `begin`. No two logits are of one row:
+        `kernels.norm.add_norm` would add to its residual twice, at any time."""
         count, bounds = len(chunks), np.cumsum([0, *(len(s.token_ids) for s in chunks)])
         lengths, end, starts = np.diff(bounds), begin + bounds[-1], np.array([s.start for s in chunks], np.int32)
+        sampled = (begin + bounds[1:] - 1).tolist()
+        sampled += [row for row in range(begin, len(arrays["sample_rows"])) if row not in sampled]
+        arrays["sample_rows"][begin:] = sampled[: len(arrays["sample_rows"]) - begin]
         if count:
             arrays["token_ids"][begin:end] = [token for s in chunks for token in s.token_ids]
             arrays["positions"][begin:end] = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
             arrays["sequences"][begin:end] = begin + np.repeat(np.arange(count), lengths)
-            arrays["sample_rows"][begin : begin + count] = begin + bounds[1:] - 1
             arrays["first_positions"][:count] = starts
         places = zip((begin + bounds).tolist(), chunks, strict=False)
         self._place_images(arrays, [(row + first, n, slot) for row, s in places for first, n, slot in s.images])
