@@ -17,7 +17,7 @@ import typer
 
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.cli._vllm import ServeCommand
-from wicore_trt.errors import EngineFormatError, check_extras
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, check_extras
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ _NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
 )
 COMMAND_CLASS = ServeCommand
+FILES = 128
+"""Open files of a process without clients, and some to spare: a front has 30, an engine of eight ranks 90."""
 
 
 def command(
@@ -159,6 +161,11 @@ def run_server(loaded: Any, reread: Any) -> int:
     check_extras("serve", "torch")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+    if resource.RLIM_INFINITY != most < FILES:
+        raise EnvironmentUnfitError(
+            f"Each process of a server needs {FILES} open files, and may have {most} here.",
+            fix="Raise the hard limit: ulimit -n 4096, LimitNOFILE= of systemd, or --ulimit nofile=4096 of Docker.",
+        )
     from wicore_trt.access import log
 
     log.configure_logging(json_lines=settings.log.json, level=settings.log.level)

@@ -359,7 +359,7 @@ async def test_what_ends_while_no_file_can_be_opened_is_back_when_one_can(lastin
         async with asyncio.timeout(60):
             while server.alive(killed) in ([], before):
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)  # and it is joined in vain, which nobody tells
+        await server.log_line("too many files are open here")
     allow(1024)
     async with asyncio.timeout(60):
         while server.alive(killed) in ([], before):  # before that the front may not have seen the end

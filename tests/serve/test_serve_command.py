@@ -103,6 +103,18 @@ def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path
     assert code == 2 or (err.startswith("error: ") and err.count("\n") == 1)
 
 
+@pytest.mark.parametrize("more", [(), ("--replicas", "2")])
+def test_too_few_open_files_are_an_error_with_figures(more, capsys, monkeypatch):
+    """Before anything is read or started; a limit that no file has is none."""
+    monkeypatch.setattr(serve.resource, "setrlimit", lambda *_: None)
+    for most in (24, serve.FILES - 1, serve.FILES, serve.resource.RLIM_INFINITY):
+        monkeypatch.setattr(serve.resource, "getrlimit", lambda _, most=most: (most, most))
+        assert run_command(["serve", "/nonexistent/engine", *more]) == 4
+        err = capsys.readouterr().err
+        few = f"error: Each process of a server needs {serve.FILES} open files, and may have {most} here. Raise the"
+        assert err.startswith(few if 0 < most < serve.FILES else "error: engine /nonexistent/engine")
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     place = tmp_path_factory.mktemp("memory")

@@ -87,8 +87,10 @@ def _obey_supervisor(control: Control, host: EngineHost) -> None:
     while (received := control.receive_message()) is not None:
         message, fds = received
         if message["kind"] == "link":
-            if fds:  # else too many files are open here; the front finds its end closed and asks again
+            if fds:
                 host.attach(socket.socket(fileno=fds[0]))
+            else:  # the front finds its end closed and asks again
+                log.warning("too many files are open here for a link to the front")
         elif message["kind"] == "level":
             log_lines.set_level(message["level"])
         elif message["kind"] == "stop":

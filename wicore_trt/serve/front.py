@@ -172,7 +172,8 @@ class FrontProcess(ServingProcess):
                 self._links[replica] += 1
                 if fds:
                     self._replicas[replica].connect(socket.socket(fileno=fds[0]))
-                else:  # this process has too many files open
+                else:
+                    log.warning("too many files are open here for a link to the engine; asking for it again")
                     asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link, replica)
             case "drain":
                 self.stop_serving()
