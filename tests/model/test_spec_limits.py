@@ -34,7 +34,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
         ("layer_types", [["full_attention"]] * 3), ("layer_types", ["chunked_attention"] * 3),
         ("hidden_activation", "relu"), ("hidden_act", "silu"), ("attention_bias", "no"), ("mlp_bias", True),
         ("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True), ("num_experts", 8),
-        ("quantization_config", {"quant_method": "awq"}), ("rope_scaling", "linear"), ("rope_scaling", {"factor": 8.0}),
+        ("rope_scaling", "linear"), ("rope_scaling", {"factor": 8.0}),
         ("rope_scaling", {"rope_type": "linear"}), ("rope_scaling", {"rope_type": "yarn", "factor": 8.0}),
         ("rope_scaling", LINEAR | {"factor": 0}), ("rope_scaling", LINEAR | {"beta_fast": 32}),
         ("rope_parameters", [1]), ("rope_parameters", {"rope_theta": 1e6}),

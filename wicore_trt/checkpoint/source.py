@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.names import (
     is_vision,
 )
 from wicore_trt.checkpoint.quantize import to_float32
-from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, KEYS, describe_form, find_form
+from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, describe_form, find_form
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo, split_rows
 from wicore_trt.checkpoint.unpack import (
     PackedModule,
@@ -156,7 +156,7 @@ class HfSource(Source):
         if not is_present(path / "config.json"):
             raise _no_config(path)
         self.config = self.door.read_json(path / "config.json")
-        self.spec = read_hf_config(_drop_form(self.config), str(path / "config.json"))
+        self.spec = read_hf_config(self.config, str(path / "config.json"))
         self._form = find_form(path, self.config, self.door)
         self.fp8 = self._form is not None and self._form.kind == "e4m3"
         self.auto_dtype = "fp8" if self._form is not None and self.fp8 and not self._form.alone else None
@@ -335,13 +335,6 @@ class HfSource(Source):
 
     def place_of(self, name: str) -> str:
         return str(self._packed[name].path if name in self._packed else self._files[name][0].path)
-
-
-def _drop_form(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without what it says of quantization, which `find_form` reads."""
-    text = config.get("text_config")
-    kept = {key: value for key, value in config.items() if key not in KEYS}
-    return kept | ({"text_config": _drop_form(text)} if isinstance(text, Mapping) else {})
 
 
 class _Index(BaseModel):

@@ -1,8 +1,8 @@
 """Reads Gemma 3's config.json, as transformers does, into a spec: `gemma3_text` and the multimodal wrapper `gemma3`.
 
 Takes both spellings of rope and window keys. Missing keys have the defaults of transformers' Gemma3TextConfig (27B-IT
-omits most). Must not know files. Invariant: a key that changes what transformers' Gemma 3 computes is in the spec, has
-Gemma 3's only value, or is refused by name. Other keys mean nothing to transformers' Gemma 3.
+omits most). Must not know files, nor keys of a quantization. Invariant: another key that changes what transformers'
+Gemma 3 computes is in the spec, has Gemma 3's only value, or is refused by name. The rest mean nothing to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ _ONLY = {  # what else config.json may ask for, and why it is refused
     "num_experts": "experts are not part of Gemma 3",
     "num_local_experts": "experts are not part of Gemma 3",
 }
-_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
 _OTHER_MODELS = {
     "gemma": "Gemma 1", "gemma2": "Gemma 2", "gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "t5gemma": "T5Gemma",
     "paligemma": "PaliGemma", "recurrent_gemma": "RecurrentGemma",
@@ -240,15 +239,6 @@ def _refuse_heads(config: Mapping[str, Any], place: str) -> None:
 
 
 def _refuse_others(config: Mapping[str, Any], place: str) -> None:
-    for key in _QUANTIZED:
-        value = config.get(key)
-        if value:
-            given = value if isinstance(value, dict) else {}
-            kind = "MLX" if key == "quantization" else shown(given.get("quant_method", "a method without a name"))
-            raise CheckpointError(
-                f"{place}: {key} says that the weights are quantized by {kind}, which WiCore does not read.",
-                fix="Give the model in BF16, or as a GGUF file.",
-            )
     ropes = [k for k, value in config.items() if k.startswith("rope") and k not in _TextConfig.model_fields and value]
     if ropes:
         raise CheckpointError(f"{place}: WiCore does not know what {named(ropes[0])} asks for.")
