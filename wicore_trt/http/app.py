@@ -31,7 +31,7 @@ from wicore_trt.http.errors import (
     anthropic_error_bytes,
     error_bytes,
     error_headers,
-    hide_failure,
+    name_failure,
     status_of,
 )
 from wicore_trt.http.page import load_assets
@@ -86,17 +86,13 @@ class HttpApp:
                 await self._router(scope, receive, answer)
         except ClientGoneError:
             answer.status = CLIENT_GONE
-        except WicoreError as error:
-            call.note_error(error)
-            await answer.send_error(
-                error, rate_headers(self._context, call) if isinstance(error, RateLimitError) else ()
-            )
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
             known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
             await answer.send_error(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
         except Exception as raised:
-            await answer.send_error(hide_failure(call, raised))
+            rates = rate_headers(self._context, call) if isinstance(raised, RateLimitError) else ()
+            await answer.send_error(name_failure(call, raised), rates)
         except BaseException:
             answer.status = CLIENT_GONE
             raise

@@ -103,8 +103,11 @@ def error_bytes(error: WicoreError) -> bytes:
     return msgspec.json.encode(error_object(error))
 
 
-def hide_failure(call: Call, raised: Exception) -> WicoreError:
-    """Log an unexpected exception; return the error that the client gets in its place."""
+def name_failure(call: Call, raised: Exception) -> WicoreError:
+    """Note the error that ended a call; log any other exception and return an error to send in its place."""
+    if isinstance(raised, WicoreError):
+        call.note_error(raised)
+        return raised
     log.error("call %s (%s) failed unexpectedly", call.call_id, call.method, exc_info=raised)
     return WicoreError(f"Internal error; the server's log has it as {call.call_id}.")
 

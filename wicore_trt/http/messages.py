@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
+from wicore_trt.access.generation import Totals
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
@@ -28,7 +29,6 @@ from wicore_trt.http.conversation import (
 )
 from wicore_trt.http.convert import make_chat_request
 from wicore_trt.http.errors import anthropic_error_bytes
-from wicore_trt.http.generation import Totals
 from wicore_trt.http.openai import answer_requests, encode_prompt
 from wicore_trt.http.replies import json_reply
 

@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
+from wicore_trt.access.generation import GenerationCall
 from wicore_trt.core.text_engine import tokenize_prompt
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
 from wicore_trt.http.context import Context
 from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field
-from wicore_trt.http.errors import hide_failure
-from wicore_trt.http.generation import GenerationCall
+from wicore_trt.http.errors import name_failure
 from wicore_trt.http.replies import EventStream, json_reply, rate_headers
 from wicore_trt.http.shapes import ChatShape, CompletionShape, ResponseShape, ToolShape
 from wicore_trt.types import TextRequest
@@ -103,11 +103,11 @@ async def answer_requests(
 ) -> ASGIApp:
     """Run the requests of a body and answer in a shape: as a stream, or when all of them have ended."""
     try:
-        generation = await GenerationCall.submit_requests(context, call, requests)
+        generation = await GenerationCall.submit_requests(context, context.admission, call, requests)
     except InvalidRequestError as error:
         raise name_field(error, body) from None
     if body.stream:
-        events, failed = stream_events(generation, shape), partial(hide_failure, call)
+        events, failed = stream_events(generation, shape), partial(name_failure, call)
         headers = rate_headers(context, call)
         return EventStream(events, generation.aclose, failed, headers, shape.done, shape.break_stream)
     try:

@@ -66,8 +66,8 @@ HEADERS = (
 
 @dataclass(slots=True)
 class EventStream:
-    """ASGI response. `close` is awaited at the end; `failed` turns other exceptions into a WicoreError. `done` and
-    `broken` are the last bytes of a stream."""
+    """ASGI response. `close` is awaited at the end; `failed` notes an exception and makes it a WicoreError. `done`
+    and `broken` are the last bytes of a stream."""
 
     events: AsyncIterator[bytes]
     close: Callable[[], Awaitable[None]]
@@ -109,7 +109,7 @@ class EventStream:
                 await self._send_head(send)
             last = self.done
         except Exception as raised:
-            error = raised if isinstance(raised, WicoreError) else self.failed(raised)
+            error = self.failed(raised)
             if not self._started:
                 raise error from raised
             last = self.broken(error)

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
+from wicore_trt.access.generation import Totals
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, ResponsesBody
@@ -21,7 +22,6 @@ from wicore_trt.http.client_tools import FORMS, Form, join_namespace, response_t
 from wicore_trt.http.context import Context
 from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_parts, rename_fields
 from wicore_trt.http.convert import make_chat_request
-from wicore_trt.http.generation import Totals
 from wicore_trt.http.openai import answer_requests, encode_prompt
 from wicore_trt.http.replies import json_reply
 from wicore_trt.http.shapes import encode, token_entry
@@ -180,22 +180,17 @@ class ResponsesShape(BlockShape):
             return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % parts
         item_id, at = self._item_id(block), {"output_index": block.number}
         inside = {"item_id": item_id, **at, "content_index": 0}
-        match change, block.name:
-            case "open", None:
-                head = named_event("response.output_text.delta", **inside, delta="")
-                self._delta = head.removesuffix(b'""}\n\n')
-                added = self._number_event(
-                    "response.output_item.added", **at, item=self._describe_item(block, "in_progress")
-                )
-                return added + self._number_event("response.content_part.added", **inside, part=self._describe_part(""))
-            case "open", _:
-                return self._number_event(
-                    "response.output_item.added", **at, item=self._describe_item(block, "in_progress")
-                )
-            case "delta", _:
-                if self._find_form(block).key != "arguments":
-                    return b""  # the text of a value is known when all of its JSON is
-                return self._number_event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
+        if change == "open":
+            item = self._describe_item(block, "in_progress")
+            added = self._number_event("response.output_item.added", **at, item=item)
+            if block.name is not None:
+                return added
+            self._delta = named_event("response.output_text.delta", **inside, delta="").removesuffix(b'""}\n\n')
+            return added + self._number_event("response.content_part.added", **inside, part=self._describe_part(""))
+        if change == "delta":
+            if self._find_form(block).key != "arguments":
+                return b""  # the text of a value is known when all of its JSON is
+            return self._number_event("response.function_call_arguments.delta", item_id=item_id, **at, delta=new)
         if block.name is None:
             events = self._number_event("response.output_text.done", **inside, text=block.text, logprobs=self._logprobs)
             events += self._number_event("response.content_part.done", **inside, part=self._describe_part(block.text))

@@ -15,14 +15,23 @@ from typing import Any
 
 import msgspec
 
+from wicore_trt.access.generation import Totals
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import error_bytes
-from wicore_trt.http.generation import Totals
 from wicore_trt.text.calls import CallFinder, gather_parts
 from wicore_trt.text.tokenizer import Tokenizer
 from wicore_trt.types import Completion, FinishReason, TextOutput, TokenLogprob
 
 encode = msgspec.json.Encoder().encode
+
+
+def describe_usage(totals: Totals) -> dict[str, object]:
+    return {
+        "prompt_tokens": totals.prompt,
+        "completion_tokens": totals.output,
+        "total_tokens": totals.prompt + totals.output,
+        "prompt_tokens_details": {"cached_tokens": totals.cached},
+    }
 
 
 class ResponseShape(ABC):
@@ -94,7 +103,7 @@ class ChoiceShape(ResponseShape):
             if self._prompt_top is not None:
                 of_prompt["prompt_logprobs"] = self._prompt_logprobs(completion)
             choices.append(choice if self.one_prompt else choice | of_prompt)
-        head = {"object": self.kind, **self._head, "choices": choices, "usage": totals.describe_usage()}
+        head = {"object": self.kind, **self._head, "choices": choices, "usage": describe_usage(totals)}
         return encode(head | of_prompt if self.one_prompt else head)
 
     def make_chunk(self, index: int, output: TextOutput, totals: Totals) -> bytes:
@@ -113,10 +122,10 @@ class ChoiceShape(ResponseShape):
 
     def close_stream(self, totals: Totals) -> bytes:
         """Make the last chunk, which has the counts, where they are wanted."""
-        return self._empty + encode(totals.describe_usage()) + b"}\n\n" if self._usage else b""
+        return self._empty + encode(describe_usage(totals)) + b"}\n\n" if self._usage else b""
 
     def _encode_usage(self, totals: Totals) -> bytes:
-        return b',"usage":' + encode(totals.describe_usage()) + b"}\n\n"
+        return b',"usage":' + encode(describe_usage(totals)) + b"}\n\n"
 
     def _prompt_logprobs(self, completion: Completion) -> list[dict[int, dict[str, Any]] | None]:
         """List probabilities of the prompt as vLLM does: by token id, the prompt's own among them."""

@@ -17,16 +17,16 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, write_access_line
+from wicore_trt.access.generation import GenerationCall
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, read_fields
 from wicore_trt.http.context import Context
 from wicore_trt.http.convert import make_chat_request, make_completion_requests, name_field
-from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, hide_failure, status_of
-from wicore_trt.http.generation import GenerationCall
+from wicore_trt.http.errors import CLIENT_GONE, HttpError, error_object, name_failure, status_of
 from wicore_trt.http.intake import decode_json, parse_body
-from wicore_trt.http.shapes import AnswerCalls, ChatShape, encode
+from wicore_trt.http.shapes import AnswerCalls, ChatShape, describe_usage, encode
 from wicore_trt.types import TextOutput
 
 PATH = "/v1/stream"
@@ -153,15 +153,11 @@ class Connection:
             status = 200
         except asyncio.CancelledError:
             await self._send_error(frame_id, RequestCancelledError("The request was cancelled."))
-        except WicoreError as error:
-            status = status_of(error)
-            call.note_error(error)
-            await self._send_error(frame_id, error)
         except OSError:
             pass  # the connection is gone
         except Exception as raised:
-            status = 500
-            await self._send_error(frame_id, hide_failure(call, raised))
+            status = status_of(raised) if isinstance(raised, WicoreError) else 500
+            await self._send_error(frame_id, name_failure(call, raised))
         finally:
             del self._open[frame_id]
             write_access_line(call, str(status), generates=True)
@@ -178,7 +174,7 @@ class Connection:
             else:
                 requests = make_completion_requests(body, call.who.tenant)
             shape = FrameShape(frame_id, engine, calls=bool(requests[0].functions))
-            generation = await GenerationCall.submit_requests(self._context, call, requests)
+            generation = await GenerationCall.submit_requests(self._context, self._context.admission, call, requests)
         except InvalidRequestError as error:
             raise name_field(error, body) from None
         try:
@@ -188,7 +184,7 @@ class Connection:
                     await self._send({"type": "websocket.send", "text": frame.decode()})
         finally:
             await generation.aclose()
-        await self._send_frame({"type": "done", "id": frame_id, "usage": generation.totals.describe_usage()})
+        await self._send_frame({"type": "done", "id": frame_id, "usage": describe_usage(generation.totals)})
 
     async def _send_error(self, frame_id: str | None, error: WicoreError) -> None:
         await self._send_frame({"type": "error", "id": frame_id, **error_object(error)})

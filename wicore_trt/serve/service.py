@@ -22,6 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
+from wicore_trt.access.generation import GenerationCall
 from wicore_trt.access.keys import Identity
 from wicore_trt.checks import check_count
 from wicore_trt.core.entry import EntryState
@@ -59,25 +60,25 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        with self.count_generation(call.who.tenant) as engine:
-            own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
-            timeout_s = min((limit for limit in (own_s, context.find_time_left()) if limit is not None), default=None)
-            if request.HasField("request_id"):
-                request_id = check_request_id(request.request_id)
-            else:
-                request_id = uuid.uuid4().hex if call.from_client else call.call_id
-            if request_id != call.call_id:
-                call.facts["request"] = request_id
-            engine.info.shown_as(request.model if request.HasField("model") else None)
-            with _name_fields(request):  # covers the stream, too: a constraint may fail late
-                made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
-                finders = defaultdict[int, CallFinder](CallFinder) if made.functions else None  # by sequence
+        engine = self.require_serving()
+        own_s = convert.read_positive_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
+        timeout_s = min((limit for limit in (own_s, context.find_time_left()) if limit is not None), default=None)
+        if request.HasField("request_id"):
+            request_id = check_request_id(request.request_id)
+        else:
+            request_id = uuid.uuid4().hex if call.from_client else call.call_id
+        if request_id != call.call_id:
+            call.facts["request"] = request_id
+        engine.info.shown_as(request.model if request.HasField("model") else None)
+        with _name_fields(request):  # covers the stream, too: a constraint may fail late
+            made = _text_request(engine, request, request_id, call.who.tenant, timeout_s)
+            finders = defaultdict[int, CallFinder](CallFinder) if made.functions else None  # by sequence
 
-                def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
-                    finder = finders[output.index] if finders is not None else None
-                    return convert.make_responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
+            def messages(output: TextOutput, first_s: float | None, total_s: float) -> Iterator[Message]:
+                finder = finders[output.index] if finders is not None else None
+                return convert.make_responses(output, first_token_s=first_s, total_s=total_s, finder=finder)
 
-                reasons = await self.relay_outputs(made, call, context, messages)
+            reasons = await self.relay_outputs(made, call, context, messages)
         if FinishReason.DEADLINE in reasons and timeout_s != own_s:
             raise DeadlineError("The call's deadline passed before the request finished.")
 
@@ -91,31 +92,17 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
         """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
         messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits
         for its reader, the engine merges later outputs."""
-        engine = self.require_engine()
         first_token_s: dict[int, float] = {}
-        reasons: set[FinishReason] = set()
-        with self.admission.reserve_tokens(call.who, [request], engine.info.images) as grant:
-            request = call.note_request(engine.info.model_id, request)
-            async with aclosing(await engine.submit(await engine.encode_long_prompt(request))) as stream:
-                grant.used += len(stream.prompt_token_ids)
-                call.facts |= {"prompt": len(stream.prompt_token_ids), "cached": 0}
-                await reply.send_metadata()
-                async for output in stream:
-                    elapsed = monotonic() - call.started
-                    grant.used += len(output.token_ids)
-                    if output.token_ids and output.index not in first_token_s:
-                        if not first_token_s:
-                            call.note_first_token(stream.parts)
-                        first_token_s[output.index] = elapsed
-                    call.facts["tokens"] = grant.used - len(stream.prompt_token_ids)
-                    if output.finish_reason is not None:
-                        reasons.add(output.finish_reason)
-                        call.facts["finish"] = ",".join(sorted(reason.value for reason in reasons))
-                    if output.usage is not None:
-                        call.facts["cached"] = output.usage.cached_tokens
-                    for message in messages(output, first_token_s.get(output.index), elapsed):
-                        await reply.write_message(message)
-        return reasons
+        generation = await GenerationCall.submit_requests(self, self.admission, call, [request])
+        async with aclosing(generation):
+            await reply.send_metadata()
+            async for index, output in generation.stream_outputs(allow_cut=True):
+                elapsed = monotonic() - call.started
+                if output.token_ids:
+                    first_token_s.setdefault(index, elapsed)
+                for message in messages(output, first_token_s.get(index), elapsed):
+                    await reply.write_message(message)
+        return generation.reasons
 
     async def Abort(self, request: pb2.AbortRequest, context: CallReply) -> pb2.AbortResponse:
         request_id = check_request_id(request.request_id)

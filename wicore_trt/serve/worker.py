@@ -86,10 +86,10 @@ class WorkerService:
 
     async def Generate(self, request: pb2.GenerateRequest, context: CallReply) -> None:
         call = get_current_call()
-        with self._service.count_generation(call.who.tenant) as engine:
-            made = _text_request(engine, request, call.who.tenant, context.find_time_left())
-            answers = _AnswerMaker(made, request.stream, frozenset(engine.info.eos_token_ids))
-            reasons = await self._service.relay_outputs(made, call, context, answers)
+        engine = self._service.require_serving()
+        made = _text_request(engine, request, call.who.tenant, context.find_time_left())
+        answers = _AnswerMaker(made, request.stream, frozenset(engine.info.eos_token_ids))
+        reasons = await self._service.relay_outputs(made, call, context, answers)
         if FinishReason.DEADLINE in reasons:
             raise DeadlineError("The call's deadline passed before the request finished.")
 

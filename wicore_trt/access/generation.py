@@ -1,8 +1,7 @@
-"""Run the requests of one call, from submission to the last output.
+"""Run the requests of one call, from submission to the last output, for gRPC and HTTP.
 
-Must not know shapes of answers or bodies. Invariants: `aclose` closes everything opened on the engine, however the
-call ends; the engine never waits for a reader; a sequence that was cut off (deadline, cancelled) is an exception,
-not an end of the text.
+Must not know shapes of answers, bodies or messages. Invariants: `aclose` closes everything opened on the engine,
+however the call ends; the engine never waits for a reader; the call's facts count what has been sent.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wicore_trt.access.admission import Grant
+from wicore_trt.access.admission import Admission, Grant
 from wicore_trt.access.calls import Call
-from wicore_trt.errors import DeadlineError, RequestCancelledError, WicoreError
+from wicore_trt.core.entry import EntryState
+from wicore_trt.errors import DeadlineError, RequestCancelledError
 from wicore_trt.grammar.source import UNENFORCED
-from wicore_trt.http.context import Context
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
 
 if TYPE_CHECKING:
@@ -39,14 +38,6 @@ class Totals:
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     """The token ids of each sequence's prompt, where they are counted first."""
 
-    def describe_usage(self) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.output,
-            "total_tokens": self.prompt + self.output,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
 
 @dataclass(slots=True)
 class GenerationCall:
@@ -59,16 +50,20 @@ class GenerationCall:
     grant: Grant
     totals: Totals
     aclose: Callable[[], Awaitable[None]]
+    reasons: set[FinishReason] = field(default_factory=set)
+    """Reasons for which sequences have ended."""
 
     @classmethod
-    async def submit_requests(cls, context: Context, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
+    async def submit_requests(
+        cls, entry: EntryState, admission: Admission, call: Call, requests: Sequence[TextRequest]
+    ) -> GenerationCall:
         """Submit the requests, all or none; `totals` has the prompts' tokens afterwards. Raises the errors of
         `TextEngine.submit`, and RateLimitError."""
         n, totals = requests[0].params.n, Totals()
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
-            engine = resources.enter_context(context.count_generation(call.who.tenant))
-            grant = resources.enter_context(context.admission.reserve_tokens(call.who, requests, engine.info.images))
+            engine = resources.enter_context(entry.count_generation(call.who.tenant))
+            grant = resources.enter_context(admission.reserve_tokens(call.who, requests, engine.info.images))
             for request in requests:
                 request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
@@ -80,6 +75,7 @@ class GenerationCall:
                 totals.prompt += len(stream.prompt_token_ids)
                 totals.prompts += [stream.prompt_token_ids] * n
             grant.used += totals.prompt
+            call.facts |= {"prompt": totals.prompt, "cached": 0, "tokens": 0}
             return cls(call, streams, n, grant, totals, resources.pop_all().aclose)
         raise AssertionError("unreachable")
 
@@ -96,34 +92,29 @@ class GenerationCall:
                 wait.cancel()
         return all(stream.admitted for stream in self.streams if stream.begun.is_set())
 
-    async def stream_outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
-        """Yield (index, output) as they come. Raises the error that broke the requests."""
-        call, totals, grant, first = self.call, self.totals, self.grant, True
-        reasons: set[str] = set()
-        try:
-            async for number, output in self._merge_streams():
-                totals.output += len(output.token_ids)
-                grant.used += len(output.token_ids)
-                if first and output.token_ids:
-                    first = False
-                    call.note_first_token(self.streams[number].parts)
-                if output.finish_reason is not None:
-                    reasons.add(output.finish_reason.value)
-                    if output.finish_reason in _CUT:
-                        kind, message = _CUT[output.finish_reason]
-                        raise kind(message)  # a new one: an error keeps the frames that it passed, with their requests
-                    if output.usage is not None and output.index == 0:
-                        totals.cached += output.usage.cached_tokens
-                yield number * self.n + output.index, output
-        except WicoreError as error:
-            call.note_error(error)
-            raise
-        finally:
-            call.facts |= {"tokens": totals.output, "prompt": totals.prompt, "cached": totals.cached}
-            call.facts["finish"] = ",".join(sorted(reasons))
+    async def stream_outputs(self, *, allow_cut: bool = False) -> AsyncIterator[tuple[int, TextOutput]]:
+        """Yield (index, output) as they come, and count them. Raises the error that broke the requests, and unless
+        `allow_cut` one for a sequence that was cut off: deadline, cancelled."""
+        call, totals = self.call, self.totals
+        async for number, output in self._merge_streams():
+            if output.token_ids and not totals.output:
+                call.note_first_token(self.streams[number].parts)
+            totals.output += len(output.token_ids)
+            self.grant.used += len(output.token_ids)
+            call.facts["tokens"] = totals.output
+            if output.finish_reason is not None:
+                self.reasons.add(output.finish_reason)
+                call.facts["finish"] = ",".join(sorted(reason.value for reason in self.reasons))
+                if output.usage is not None and output.index == 0:
+                    totals.cached += output.usage.cached_tokens
+                    call.facts["cached"] = totals.cached
+                if output.finish_reason in _CUT and not allow_cut:
+                    kind, message = _CUT[output.finish_reason]
+                    raise kind(message)  # a new one: an error keeps the frames that it passed, with their requests
+            yield number * self.n + output.index, output
 
     async def collect_completions(self) -> list[Completion]:
-        """Collect all sequences when they have ended, by index."""
+        """Collect all sequences when they have ended, by index. Raises as `stream_outputs`."""
         parts: dict[int, list[TextOutput]] = {}
         async for index, output in self.stream_outputs():
             parts.setdefault(index, []).append(output)
