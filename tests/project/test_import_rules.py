@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (*ROOT_MODULES, "kv", "schedule", "model", "runtime", "engine", "text", "grammar", "images", "core"),
     "llm": ("errors", "types", "config", "core", "images"),
     "client": ("errors", "types", "images.files", "serve.gen"),
-    "access.generation": (*ROOT_MODULES, "core.entry", "core.text_engine", "grammar.source", "access"),
+    "access.entry": (*ROOT_MODULES, "core.text_engine", "grammar.source", "access"),
     "access": (*ROOT_MODULES, "core.shares", "access"),
     "link": (*ROOT_MODULES, "kv.events", "kv.pages", "core", "link"),
     "process.checker": (*ROOT_MODULES, "access", "grammar", "process"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from wicore_trt.access.generation import Totals
+from wicore_trt.access.entry import Totals
 from wicore_trt.http.shapes import ResponseShape, encode
 from wicore_trt.text.calls import CallFinder, TextPart
 from wicore_trt.types import Completion, FinishReason, TextOutput

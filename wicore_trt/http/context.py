@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wicore_trt.access.admission import Admission
-from wicore_trt.core.entry import EntryState
+from wicore_trt.access.entry import EntryState
 from wicore_trt.http.intake import MANY_ITEMS, BodyBudget
 from wicore_trt.metrics.machine import GpuUse
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Context(EntryState):
     loading_fix = "Wait until /ready answers 200."
-    admission: Admission
     max_body_bytes: int
     local: bool = False
     """True where this machine alone reaches the address by its own name."""

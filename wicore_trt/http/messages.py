@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
-from wicore_trt.access.generation import Totals
+from wicore_trt.access.entry import Totals
 from wicore_trt.errors import InvalidRequestError, WicoreError, shown
 from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_cut
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody

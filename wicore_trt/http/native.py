@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
-from wicore_trt.access.generation import GenerationCall
+from wicore_trt.access.entry import GenerationCall
 from wicore_trt.checks import check_count
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
@@ -134,7 +134,7 @@ async def serve_inference(context: Context, call: Call, body: InferenceBody) -> 
     """Continue one prompt, in one answer."""
     context.require_serving().info.shown_as(body.model)
     request = make_inference_request(body, call.who.tenant)
-    generation = await GenerationCall.submit_requests(context, context.admission, call, [request])
+    generation = await GenerationCall.submit_requests(context, call, [request])
     try:
         [done] = await generation.collect_completions()
     finally:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
-from wicore_trt.access.generation import GenerationCall
+from wicore_trt.access.entry import GenerationCall
 from wicore_trt.core.text_engine import tokenize_prompt
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
@@ -103,7 +103,7 @@ async def answer_requests(
 ) -> ASGIApp:
     """Run the requests of a body and answer in a shape: as a stream, or when all of them have ended."""
     try:
-        generation = await GenerationCall.submit_requests(context, context.admission, call, requests)
+        generation = await GenerationCall.submit_requests(context, call, requests)
     except InvalidRequestError as error:
         raise name_field(error, body) from None
     if body.stream:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from wicore_trt.access.generation import Totals
+from wicore_trt.access.entry import Totals
 from wicore_trt.errors import WicoreError
 from wicore_trt.http.errors import error_bytes
 from wicore_trt.text.calls import CallFinder, gather_parts

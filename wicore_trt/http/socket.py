@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, write_access_line
-from wicore_trt.access.generation import GenerationCall
+from wicore_trt.access.entry import GenerationCall
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import InvalidRequestError, NotFoundError, RequestCancelledError, WicoreError
@@ -174,7 +174,7 @@ class Connection:
             else:
                 requests = make_completion_requests(body, call.who.tenant)
             shape = FrameShape(frame_id, engine, calls=bool(requests[0].functions))
-            generation = await GenerationCall.submit_requests(self._context, self._context.admission, call, requests)
+            generation = await GenerationCall.submit_requests(self._context, call, requests)
         except InvalidRequestError as error:
             raise name_field(error, body) from None
         try:

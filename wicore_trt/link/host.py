@@ -19,24 +19,8 @@ from concurrent.futures import Future
 from wicore_trt.core.loop import Core, EngineLoop
 from wicore_trt.core.port import follow_feed
 from wicore_trt.errors import InvalidRequestError, WicoreError
+from wicore_trt.link import messages
 from wicore_trt.link.channel import Channel
-from wicore_trt.link.messages import (
-    Abort,
-    Add,
-    AskStats,
-    Done,
-    Down,
-    Follow,
-    More,
-    Outputs,
-    Refused,
-    Unfollow,
-    Welcome,
-    decode_to_engine,
-    encode,
-    read_request,
-    split_change,
-)
 from wicore_trt.types import ModelInfo, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -69,7 +53,7 @@ class EngineHost:
         def begin() -> None:
             prefix = f"{next(self._numbers)}/"
             link = self.links[prefix] = _Link(self, prefix, sock)
-            link.send_message(Welcome(prefix, self._info, os.getpid()))
+            link.send_message(messages.Welcome(prefix, self._info, os.getpid()))
             done.set_result(None)
 
         self.loop.call_soon_threadsafe(begin)
@@ -89,14 +73,14 @@ class EngineHost:
         """Send each front its outputs as one message; on the engine's thread."""
         if self.engine.dead is not None:
             for link in list(self.links.values()):
-                link.send_message(Down(self.engine.dead))
+                link.send_message(messages.Down(self.engine.dead))
         batches: dict[str, list[TokenOutput]] = {}
         for output in outputs:
             batches.setdefault(output.request_key.partition("/")[0], []).append(output)
         for number, batch in batches.items():
             served = self.links.get(f"{number}/")  # the link thread may remove it at any time
             if served is not None:
-                served.send_message(Outputs(batch))
+                served.send_message(messages.Outputs(batch))
 
 
 class _Link:
@@ -108,43 +92,43 @@ class _Link:
         self._followers: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     def send_message(self, message: object) -> None:
-        self.channel.post(encode(message))
+        self.channel.post(messages.encode(message))
 
     def _take_message(self, data: memoryview, file: int) -> None:
-        message = decode_to_engine(data)
+        message = messages.decode_to_engine(data)
         match message:
-            case Add():
+            case messages.Add():
                 try:
                     if not message.request.request_key.startswith(self._prefix):
                         raise InvalidRequestError("The request is of another link.", field="request_id")
-                    self._host.engine.add(read_request(message, file))
-                    answer: Done | Refused = Done(message.call)
+                    self._host.engine.add(messages.read_request(message, file))
+                    answer: messages.Done | messages.Refused = messages.Done(message.call)
                 except WicoreError as error:
-                    answer = Refused.from_error(message.call, error)
+                    answer = messages.Refused.from_error(message.call, error)
                 except Exception:
                     log.exception("a request could not be taken")
                     broken = WicoreError("The engine could not take the request; its log says why.")
-                    answer = Refused.from_error(message.call, broken)
+                    answer = messages.Refused.from_error(message.call, broken)
                 self.send_message(answer)
-            case Abort():
+            case messages.Abort():
                 self._host.engine.abort(message.request_key, message.index)
-            case AskStats():
-                self.send_message(Done(message.call, self._host.engine.stats(message.tenant)))
-            case Follow():
+            case messages.AskStats():
+                self.send_message(messages.Done(message.call, self._host.engine.stats(message.tenant)))
+            case messages.Follow():
                 wanted = asyncio.Event()
                 task = self._host.loop.create_task(self._follow_events(message, wanted))
                 self._followers[message.call] = (task, wanted)
-            case More():
+            case messages.More():
                 if message.call in self._followers:
                     self._followers[message.call][1].set()
-            case Unfollow():
+            case messages.Unfollow():
                 self._end_following(message.call)
 
-    async def _follow_events(self, ask: Follow, wanted: asyncio.Event) -> None:
+    async def _follow_events(self, ask: messages.Follow, wanted: asyncio.Event) -> None:
         try:
             feed = self._host.core.find_feed(ask.tenant)
             async for epoch, found in follow_feed(feed, (ask.epoch, ask.position)):
-                for part in split_change(ask.call, epoch, found):
+                for part in messages.split_change(ask.call, epoch, found):
                     self.send_message(part)
                     while self.channel.backlog > SNAPSHOT_BACKLOG:
                         await asyncio.sleep(0.01)
@@ -152,7 +136,7 @@ class _Link:
                 await wanted.wait()
                 wanted.clear()
         except WicoreError as error:
-            self.send_message(Refused.from_error(ask.call, error))
+            self.send_message(messages.Refused.from_error(ask.call, error))
 
     def _end_following(self, call: int) -> None:
         found = self._followers.pop(call, None)

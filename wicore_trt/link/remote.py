@@ -11,31 +11,13 @@ import asyncio
 import itertools
 import socket
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
 
 from wicore_trt.core.port import Change, EnginePort, Position, Sink
 from wicore_trt.errors import EngineDeadError, UnavailableError, WicoreError
+from wicore_trt.link import messages
 from wicore_trt.link.channel import Channel
-from wicore_trt.link.messages import (
-    Abort,
-    AskStats,
-    Done,
-    Down,
-    Follow,
-    KVChanges,
-    More,
-    Outputs,
-    Refused,
-    Unfollow,
-    Welcome,
-    decode_from_engine,
-    encode,
-    encode_request,
-    join_change,
-)
 from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, ModelInfo, TokenOutput
 
-T = TypeVar("T")
 MOST_FILE_BYTES = 256 << 20
 """Bytes of pixels that wait for the engine; requests that were given up leave theirs until it reads again."""
 STATS_S = 5.0
@@ -57,8 +39,8 @@ class RemoteEngine(EnginePort):
         self.channel: Channel | None = None
         """Channel to an engine, which may not have sent anything yet."""
         self._calls = itertools.count()
-        self._pending: dict[int, tuple[asyncio.Future[Done], str]] = {}  # with the key of the request being added
-        self._followers: dict[int, asyncio.Queue[KVChanges | WicoreError]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[messages.Done], str]] = {}  # with the key of a request to add
+        self._followers: dict[int, asyncio.Queue[messages.KVChanges | WicoreError]] = {}
         self._live: dict[str, int] = {}  # sequences that have not ended, by request
 
     @property
@@ -81,7 +63,7 @@ class RemoteEngine(EnginePort):
             raise UnavailableError("The engine takes no images now: others wait for it.", fix="Try again soon.")
         self._live[name] = request.params.n
         try:
-            await self._ask_engine(encode_request, request, name)
+            await self._ask_engine(lambda call: messages.encode_request(call, request), name)
         except BaseException as error:
             self._live.pop(name, None)
             if isinstance(error, OSError):
@@ -90,34 +72,34 @@ class RemoteEngine(EnginePort):
 
     def abort(self, request_key: str, index: int | None = None) -> None:
         if self.channel is not None and request_key.startswith(self.prefix):
-            self.channel.post(encode(Abort(request_key, index)))
+            self.channel.post(messages.encode(messages.Abort(request_key, index)))
 
     async def stats(self, tenant: str | None = None) -> EngineStats:
         try:
             async with asyncio.timeout(STATS_S):
-                found = (await self._ask_engine(lambda call, whose: (encode(AskStats(call, whose)), -1), tenant)).stats
+                done = await self._ask_engine(lambda call: (messages.encode(messages.AskStats(call, tenant)), -1))
         except TimeoutError:
             raise UnavailableError("The engine does not tell its statistics.", fix="Try again soon.") from None
-        assert found is not None
-        return found
+        assert done.stats is not None
+        return done.stats
 
     async def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
         channel, call = self._require_channel(), next(self._calls)
         parts = self._followers[call] = asyncio.Queue()
-        channel.post(encode(Follow(call, tenant, *after)))
+        channel.post(messages.encode(messages.Follow(call, tenant, *after)))
         try:
             while True:
-                found: list[KVChanges] = []
+                found: list[messages.KVChanges] = []
                 while not found or not found[-1].last:
                     part = await parts.get()
                     if isinstance(part, WicoreError):
                         raise part
                     found.append(part)
-                yield join_change(found)
-                channel.post(encode(More(call)))
+                yield messages.join_change(found)
+                channel.post(messages.encode(messages.More(call)))
         finally:
             self._followers.pop(call, None)
-            channel.post(encode(Unfollow(call)))
+            channel.post(messages.encode(messages.Unfollow(call)))
 
     async def stop(self, timeout_s: float) -> None:
         """Leave the engine, which runs on without this front's requests."""
@@ -129,21 +111,21 @@ class RemoteEngine(EnginePort):
             raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")
         return self.channel
 
-    async def _ask_engine(self, make: Callable[[int, T], tuple[bytes, int]], what: T, request_key: str = "") -> Done:
+    async def _ask_engine(self, make: Callable[[int], tuple[bytes, int]], request_key: str = "") -> messages.Done:
         channel, call = self._require_channel(), next(self._calls)
-        reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[messages.Done] = asyncio.get_running_loop().create_future()
         self._pending[call] = reply, request_key
         try:
-            channel.post(*make(call, what))
+            channel.post(*make(call))
             return await reply
         finally:
             self._pending.pop(call, None)
             del reply  # breaks a cycle: its error has this frame in the traceback
 
     def _take_message(self, data: memoryview, file: int) -> None:
-        message = decode_from_engine(data)
+        message = messages.decode_from_engine(data)
         match message:
-            case Outputs():
+            case messages.Outputs():
                 for output in [output for output in message.outputs if output.finish_reason is not None]:
                     left = self._live.get(output.request_key, 0) - 1
                     # an error without usage is the whole request's
@@ -152,19 +134,19 @@ class RemoteEngine(EnginePort):
                     else:
                         self._live.pop(output.request_key, None)
                 self._sink(message.outputs)
-            case Done():
+            case messages.Done():
                 found = self._pending.get(message.call)
                 if found is not None and not found[0].done():
                     found[0].set_result(message)
-            case Refused():
+            case messages.Refused():
                 self._take_refusal(message.call, message.to_error())
-            case KVChanges():
+            case messages.KVChanges():
                 if message.call in self._followers:
                     self._followers[message.call].put_nowait(message)
-            case Down():
+            case messages.Down():
                 self.dead = message.why
                 self._changed()
-            case Welcome():
+            case messages.Welcome():
                 self.info, self.prefix, self.pid, self.dead = message.info, message.prefix, message.pid, None
                 self._changed()
 

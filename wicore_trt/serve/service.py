@@ -22,10 +22,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from wicore_trt import __version__
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.calls import Call, check_request_id, get_current_call
-from wicore_trt.access.generation import GenerationCall
+from wicore_trt.access.entry import EntryState, GenerationCall
 from wicore_trt.access.keys import Identity
 from wicore_trt.checks import check_count
-from wicore_trt.core.entry import EntryState
 from wicore_trt.core.port import UNKNOWN, Change, Position
 from wicore_trt.core.shares import Gate
 from wicore_trt.core.text_engine import tokenize_prompt
@@ -51,8 +50,7 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
     loading_fix = "Wait until the health check says SERVING."
 
     def __init__(self, *, max_message_bytes: int, admission: Admission) -> None:
-        super().__init__()
-        self.admission = admission
+        super().__init__(admission)
         self._max_message_bytes = max_message_bytes
         self._subscribers = Gate(MAX_SUBSCRIBERS, "KV event streams")
         self._started_at = Timestamp()
@@ -93,7 +91,7 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
         messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits
         for its reader, the engine merges later outputs."""
         first_token_s: dict[int, float] = {}
-        generation = await GenerationCall.submit_requests(self, self.admission, call, [request])
+        generation = await GenerationCall.submit_requests(self, call, [request])
         async with aclosing(generation):
             await reply.send_metadata()
             async for index, output in generation.stream_outputs(allow_cut=True):

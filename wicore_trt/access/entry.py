@@ -1,31 +1,79 @@
-"""Run the requests of one call, from submission to the last output, for gRPC and HTTP.
+"""Way into a server, gRPC or HTTP: its engine, and the generations of its calls, to the last output.
 
-Must not know shapes of answers, bodies or messages. Invariants: `aclose` closes everything opened on the engine,
-however the call ends; the engine never waits for a reader; the call's facts count what has been sent.
+Must not know shapes of answers, bodies or messages. Invariants: `idle` is set exactly while no generation is open;
+`aclose` closes everything opened on the engine, however the call ends; the engine never waits for a reader; the call's
+facts count what has been sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from wicore_trt.access.admission import Admission, Grant
 from wicore_trt.access.calls import Call
-from wicore_trt.core.entry import EntryState
-from wicore_trt.errors import DeadlineError, RequestCancelledError
+from wicore_trt.errors import DeadlineError, RequestCancelledError, UnavailableError
 from wicore_trt.grammar.source import UNENFORCED
 from wicore_trt.types import Completion, FinishReason, TextOutput, TextRequest
 
 if TYPE_CHECKING:
-    from wicore_trt.core.text_engine import TextStream
+    from wicore_trt.core.text_engine import TextEngine, TextStream
 
 _CUT = {
     FinishReason.DEADLINE: (DeadlineError, "The request's time was over before it finished."),
     FinishReason.CANCELLED: (RequestCancelledError, "The request was cancelled."),
 }
+
+
+def _make_set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(eq=False)
+class EntryState:
+    """State of one way into the server, gRPC or HTTP. The engine is attached when it is ready; while `draining`, new
+    generations are refused. `open` counts generations by tenant, and `idle` is set while there is none."""
+
+    loading_fix: ClassVar[str]
+    """Advice to a client that comes before the engine."""
+    admission: Admission
+    engine: TextEngine | None = field(default=None, init=False)
+    draining: bool = field(default=False, init=False)
+    open: Counter[str] = field(default_factory=Counter, init=False)
+    idle: asyncio.Event = field(default_factory=_make_set_event, init=False)
+
+    def require_engine(self) -> TextEngine:
+        """Return the engine. Raises UnavailableError while it is loading."""
+        if self.engine is None:
+            raise UnavailableError("The engine is still loading.", fix=self.loading_fix)
+        return self.engine
+
+    def require_serving(self) -> TextEngine:
+        """Return the engine for a new generation. Raises UnavailableError when the server starts or ends."""
+        if self.draining:
+            raise UnavailableError("The server is shutting down.", fix="Send the request to another server.")
+        return self.require_engine()
+
+    @contextmanager
+    def count_generation(self, tenant: str) -> Iterator[TextEngine]:
+        """Yield the engine to a generation. Raises UnavailableError as `require_serving` does."""
+        engine = self.require_serving()
+        self.open[tenant] += 1
+        self.idle.clear()
+        try:
+            yield engine
+        finally:
+            self.open[tenant] -= 1
+            if not self.open[tenant]:
+                del self.open[tenant]
+            if not self.open:
+                self.idle.set()
 
 
 @dataclass(slots=True)
@@ -54,16 +102,14 @@ class GenerationCall:
     """Reasons for which sequences have ended."""
 
     @classmethod
-    async def submit_requests(
-        cls, entry: EntryState, admission: Admission, call: Call, requests: Sequence[TextRequest]
-    ) -> GenerationCall:
+    async def submit_requests(cls, entry: EntryState, call: Call, requests: Sequence[TextRequest]) -> GenerationCall:
         """Submit the requests, all or none; `totals` has the prompts' tokens afterwards. Raises the errors of
         `TextEngine.submit`, and RateLimitError."""
         n, totals = requests[0].params.n, Totals()
         streams: list[TextStream] = []
         async with AsyncExitStack() as resources:
             engine = resources.enter_context(entry.count_generation(call.who.tenant))
-            grant = resources.enter_context(admission.reserve_tokens(call.who, requests, engine.info.images))
+            grant = resources.enter_context(entry.admission.reserve_tokens(call.who, requests, engine.info.images))
             for request in requests:
                 request = call.note_request(engine.info.model_id, request)
                 if (asked := request.params.constraint) is not None and UNENFORCED.search(asked.text):
