@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wicore_trt.cli._options import (
-    CalibrateTokensOption,
-    LoraOption,
-    MmprojOption,
-    NoKVScalesOption,
-    TextOnlyOption,
-)
+from wicore_trt.cli._options import CalibrateTokensOption, LoraOption, MmprojOption, NoKVScalesOption, TextOnlyOption
 
 
 def command(

@@ -13,12 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from wicore_trt.bench.client import Target
-from wicore_trt.bench.measure import (
-    LatencyCase,
-    LatencyPoint,
-    RequestRecord,
-    summarize_latencies,
-)
+from wicore_trt.bench.measure import LatencyCase, LatencyPoint, RequestRecord, summarize_latencies
 from wicore_trt.bench.workload import BenchRequest, PromptPart, WordList
 from wicore_trt.errors import ConfigError, WicoreError
 from wicore_trt.progress import Progress

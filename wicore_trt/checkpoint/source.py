@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from wicore_trt.checkpoint import unpack
 from wicore_trt.checkpoint.folder import ADAPTER, check_folder, list_entries, name_kind
 from wicore_trt.checkpoint.names import (
     HF_EMBEDDING,
@@ -32,15 +33,6 @@ from wicore_trt.checkpoint.names import (
 from wicore_trt.checkpoint.quantize import to_float32
 from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, describe_form, find_form
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo, split_rows
-from wicore_trt.checkpoint.unpack import (
-    PackedModule,
-    find_input_scales,
-    find_kv_scales,
-    fits_q4_0,
-    gather_modules,
-    read_e4m3,
-    read_q4_0,
-)
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import CONFIG_ENDS, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.hf_config import compare_config, read_hf_config, read_vision_config
@@ -178,10 +170,10 @@ class HfSource(Source):
         merges = lora is not None and os.path.realpath(lora) == os.path.realpath(path)
         self.notes += [*compare_config(self.config), *check_folder(path, read, merges_adapter=merges)]
         self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # name -> file, name in the file
-        self._packed: dict[str, PackedModule] = {}
+        self._packed: dict[str, unpack.PackedModule] = {}
         self._fitting: dict[str, bool] = {}  # tensors that Q4_0 holds exactly
         self.tensors, images = {}, dict[str, TensorInfo]()
-        modules, taken = gather_modules(self._form, files) if self._form else ({}, set[str]())
+        modules, taken = unpack.gather_modules(self._form, files) if self._form else ({}, set[str]())
         if self._form and not modules:
             raise CheckpointError(
                 f"{path}: its files hold no tensor of {self._form.title}, which it describes.", fix=FIX
@@ -190,7 +182,9 @@ class HfSource(Source):
             info = TensorInfo((module.rows, module.columns), "F32")
             key = self._note_tensor(f"{name}.weight", info, module.path, images)
             self._packed[key] = module
-        kv, self.static_scales = find_kv_scales(self._form, files, self.spec.num_layers) if self._form else (set(), {})
+        kv = set[str]()
+        if self._form:
+            kv, self.static_scales = unpack.find_kv_scales(self._form, files, self.spec.num_layers)
         for file in files:
             for raw, info in file.tensors.items():
                 if self._form and self._form.kind == "mlx" and len(info.shape) == 4:  # MLX has channels last
@@ -202,7 +196,7 @@ class HfSource(Source):
         check_tensors(self.spec, {n: info.shape for n, info in self.tensors.items()}, place)
         self._check_types(self.tensors)
         if self._form and self._form.static:
-            self.static_scales |= find_input_scales(self.spec, self._packed)
+            self.static_scales |= unpack.find_input_scales(self.spec, self._packed)
         self.vision = None if text_only else self._settle_vision(images)
 
     def _check_types(self, names: Iterable[str]) -> None:
@@ -317,15 +311,15 @@ class HfSource(Source):
         return paths
 
     def read_e4m3(self, name: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
-        return read_e4m3(self._packed[name], start, stop) if self.fp8 and name in self._packed else None
+        return unpack.read_e4m3(self._packed[name], start, stop) if self.fp8 and name in self._packed else None
 
     def find_blocks(self, name: str) -> str:
         if name not in self._fitting:
-            self._fitting[name] = name in self._packed and fits_q4_0(self._packed[name])
+            self._fitting[name] = name in self._packed and unpack.fits_q4_0(self._packed[name])
         return "Q4_0" if self._fitting[name] else ""
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
-        return read_q4_0(self._packed[name], start, stop)
+        return unpack.read_q4_0(self._packed[name], start, stop)
 
     def describe_reading(self, dtype: str, scales: Collection[str] | None) -> str | None:
         if self._form is None:

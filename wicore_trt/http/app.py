@@ -23,17 +23,8 @@ from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, check_host
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
+from wicore_trt.http import errors
 from wicore_trt.http.context import Context
-from wicore_trt.http.errors import (
-    CLIENT_GONE,
-    ClientGoneError,
-    HttpError,
-    anthropic_error_bytes,
-    error_bytes,
-    error_headers,
-    name_failure,
-    status_of,
-)
 from wicore_trt.http.page import load_assets
 from wicore_trt.http.replies import json_reply, rate_headers
 from wicore_trt.http.routes import OPEN, ROUTES, make_routes, name_path
@@ -84,17 +75,18 @@ class HttpApp:
                 raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
             with nullcontext() if path in KEYLESS else self._context.admission.calls.hold_place(who.tenant):
                 await self._router(scope, receive, answer)
-        except ClientGoneError:
-            answer.status = CLIENT_GONE
+        except errors.ClientGoneError:
+            answer.status = errors.CLIENT_GONE
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
             known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
-            await answer.send_error(HttpError(error.status_code, known.get(error.status_code, error.detail)), extra)
+            why = known.get(error.status_code, error.detail)
+            await answer.send_error(errors.HttpError(error.status_code, why), extra)
         except Exception as raised:
             rates = rate_headers(self._context, call) if isinstance(raised, RateLimitError) else ()
-            await answer.send_error(name_failure(call, raised), rates)
+            await answer.send_error(errors.name_failure(call, raised), rates)
         except BaseException:
-            answer.status = CLIENT_GONE
+            answer.status = errors.CLIENT_GONE
             raise
         finally:
             write_access_line(call, str(answer.status), generates=path in LOUD)
@@ -130,14 +122,14 @@ class Answer:
 
     async def send_error(self, error: WicoreError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         if self._begun:
-            self.status = status_of(error)
+            self.status = errors.status_of(error)
             raise error
-        found, sent, call = [*headers, *error_headers(error)], Headers(scope=self._scope), self._call
+        found, sent, call = [*headers, *errors.error_headers(error)], Headers(scope=self._scope), self._call
         has_body = sent.get("content-length", "0") != "0" or "transfer-encoding" in sent
         if has_body and not self._scope["state"].get("read", False):
             found.append((b"connection", b"close"))
-        body = anthropic_error_bytes(error, call.call_id) if call.anthropic else error_bytes(error)
-        await json_reply(body, status_of(error), found)(self._scope, self._receive, self)
+        body = errors.anthropic_error_bytes(error, call.call_id) if call.anthropic else errors.error_bytes(error)
+        await json_reply(body, errors.status_of(error), found)(self._scope, self._receive, self)
 
 
 def make_app(context: Context) -> ASGIApp:

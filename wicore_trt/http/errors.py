@@ -12,13 +12,7 @@ import logging
 import msgspec
 
 from wicore_trt.access.calls import Call
-from wicore_trt.errors import (
-    AuthenticationError,
-    ContextLengthError,
-    InvalidRequestError,
-    RateLimitError,
-    WicoreError,
-)
+from wicore_trt.errors import AuthenticationError, ContextLengthError, InvalidRequestError, RateLimitError, WicoreError
 from wicore_trt.request_fields import FIELDS
 
 log = logging.getLogger(__name__)

@@ -19,14 +19,7 @@ from wicore_trt.http.blocks import Block, BlockShape, Change, named_event, was_c
 from wicore_trt.http.bodies import ChatBody, MessagesBody, PromptBody
 from wicore_trt.http.client_tools import convert_message_tool
 from wicore_trt.http.context import Context
-from wicore_trt.http.conversation import (
-    ChatBuilder,
-    make_chat_body,
-    read_member,
-    read_part,
-    read_parts,
-    rename_fields,
-)
+from wicore_trt.http.conversation import ChatBuilder, make_chat_body, read_member, read_part, read_parts, rename_fields
 from wicore_trt.http.convert import make_chat_request
 from wicore_trt.http.errors import anthropic_error_bytes
 from wicore_trt.http.openai import answer_requests, encode_prompt

@@ -21,12 +21,7 @@ from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_args import OPERANDS, PackedWeight
 from wicore_trt.backends.torch.ops import sum_embeddings
 from wicore_trt.backends.torch.weights import BLOCK_DTYPES
-from wicore_trt.checkpoint.names import (
-    activation_scale_name,
-    kv_scale_name,
-    weight_minimum_name,
-    weight_scale_name,
-)
+from wicore_trt.checkpoint.names import activation_scale_name, kv_scale_name, weight_minimum_name, weight_scale_name
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
 from wicore_trt.model.spec import Gemma3Spec, LayerGroup
 from wicore_trt.runtime.attention_mass import AttentionProbe

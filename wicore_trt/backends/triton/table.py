@@ -12,19 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from wicore_trt.backends.triton.roles import (
-    KERNEL,
-    KERNEL8,
-    KINDS,
-    LINEARS,
-    MM,
-    MM16,
-    NARROW,
-    SCALED_MM,
-    WIDE,
-    KernelRole,
-    MatrixProduct,
-)
+from wicore_trt.backends.triton import roles
 from wicore_trt.engine.options import check_equal_groups
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, Gemma3Spec
@@ -96,15 +84,15 @@ class EngineShape:
         """Dtype of embedding and head: float16 holds those that are stored more precisely than bfloat16."""
         return "float16" if self.weights.head else self.dtype
 
-    def linear_shape(self, role: str, rows: str = WIDE) -> LinearShape:
+    def linear_shape(self, role: str, rows: str = roles.WIDE) -> LinearShape:
         """Shape of one of LINEARS as the kernels compute it: GeGLU within gate_up, all others with float32 results.
         With NARROW `rows` gate_up finds the largest values of its rows, which are quantised next."""
         return self._linear_shapes[role, rows]
 
     @cached_property
     def _linear_shapes(self) -> dict[tuple[str, str], LinearShape]:
-        narrow = LINEARS[:-1] if self.weights.fp8 else ()
-        kinds = [*((role, WIDE) for role in LINEARS), *((role, NARROW) for role in narrow)]
+        narrow = roles.LINEARS[:-1] if self.weights.fp8 else ()
+        kinds = [*((role, roles.WIDE) for role in roles.LINEARS), *((role, roles.NARROW) for role in narrow)]
         return {kind: self._make_linear_shape(*kind) for kind in kinds}
 
     def _make_linear_shape(self, role: str, rows: str) -> LinearShape:
@@ -116,10 +104,10 @@ class EngineShape:
             "down": (spec.hidden_size, spec.intermediate_size),
             "head": (spec.vocab_size, spec.hidden_size),
         }[role]
-        weights = self.weights.of_kind(KINDS[role]) if role != "head" else PLAIN[self.table_dtype]
+        weights = self.weights.of_kind(roles.KINDS[role]) if role != "head" else PLAIN[self.table_dtype]
         geglu = role == "gate_up"
         out = self.dtype if geglu else "float32"
-        narrow = rows == NARROW
+        narrow = rows == roles.NARROW
         return LinearShape(n, k, self.dtype, weights, out, narrow, geglu, largest=narrow and geglu)
 
     def has_scaled_products(self, target: str) -> bool:
@@ -150,12 +138,12 @@ class EngineShape:
         limits = DEFAULT_CROSSOVER | CROSSOVER.get(target, {})
         return limits | dict.fromkeys(PLAIN, limits["16-bit"])
 
-    def choose_product(self, target: str, role: str, rows: int) -> MatrixProduct:
+    def choose_product(self, target: str, role: str, rows: int) -> roles.MatrixProduct:
         if rows <= self.most_kernel_rows(target, role):
-            return KERNEL
+            return roles.KERNEL
         if not self.weights.fp8 or role == "head":
-            return MM if self.dtype != "bfloat16" or role == "head" else MM16
-        return KERNEL8 if rows <= self.most_narrow_rows(target) else SCALED_MM
+            return roles.MM if self.dtype != "bfloat16" or role == "head" else roles.MM16
+        return roles.KERNEL8 if rows <= self.most_narrow_rows(target) else roles.SCALED_MM
 
 
 @dataclass(frozen=True)
@@ -163,18 +151,19 @@ class KernelEntry:
     """Kernel of a role for up to `bucket` rows. `config` is the LinearConfig, DecodeConfig or PrefillConfig that it was
     made from, None for roles whose launch follows from the kernel's constants."""
 
-    role: KernelRole
+    role: roles.KernelRole
     bucket: int
     kernel: CompiledKernel
     config: Any = None
 
 
 _CONFIGS: dict[str, Any] = {
-    "decode": DecodeConfig, "combine": DecodeConfig, "prefill": PrefillConfig, **dict.fromkeys(LINEARS, LinearConfig)
-}  # fmt: skip
+    **{"decode": DecodeConfig, "combine": DecodeConfig, "prefill": PrefillConfig},
+    **dict.fromkeys(roles.LINEARS, LinearConfig),
+}
 
 
-def parse_config(role: KernelRole, data: dict[str, Any] | None) -> Any:
+def parse_config(role: roles.KernelRole, data: dict[str, Any] | None) -> Any:
     """Read a role's configuration from plain data. Raises TypeError for other fields."""
     kind = _CONFIGS.get(role.operation)
     return kind(**data) if kind and data is not None else None
@@ -183,18 +172,18 @@ def parse_config(role: KernelRole, data: dict[str, Any] | None) -> Any:
 class KernelTable:
     def __init__(self, target: str, entries: Iterable[KernelEntry]) -> None:
         self.target = target
-        self._roles: dict[KernelRole, list[KernelEntry]] = {}
+        self._roles: dict[roles.KernelRole, list[KernelEntry]] = {}
         for entry in sorted(entries, key=lambda e: (str(e.role), e.bucket)):
             self._roles.setdefault(entry.role, []).append(entry)
         self._buckets = {role: [entry.bucket for entry in found] for role, found in self._roles.items()}
 
-    def find_entry(self, role: KernelRole, rows: int) -> KernelEntry:
+    def find_entry(self, role: roles.KernelRole, rows: int) -> KernelEntry:
         """Find the smallest bucket that holds `rows`, else the largest bucket."""
         entries = self._roles[role]
         at = bisect_left(self._buckets[role], rows)
         return entries[min(at, len(entries) - 1)]
 
-    def role_entries(self, role: KernelRole) -> list[KernelEntry]:
+    def role_entries(self, role: roles.KernelRole) -> list[KernelEntry]:
         """List a role's entries by ascending bucket; empty for a role that the engine does not need."""
         return list(self._roles.get(role, ()))
 
