@@ -12,11 +12,12 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
+from wicore_trt.checks import check_count
 from wicore_trt.core.limits import Hints
 from wicore_trt.core.offload import Offload
 from wicore_trt.core.port import EnginePort
@@ -502,6 +503,14 @@ class TextEngine:
 
     def count_finished(self) -> Counter[str]:
         return sum((tally.finished for tally in self._tallies.values()), Counter())
+
+    async def decode_ids(self, ids: Sequence[int], tenant: str, field: str, *, skip_special: bool) -> str:
+        """Decode token ids on a thread. Raises InvalidRequestError (`field`) for too many or unknown ones."""
+        check_count(ids, self.info.max_context_tokens, field)
+        if (worst := max(ids, default=0)) >= self.info.vocab_size:
+            why = f"Token id {worst} is outside the vocabulary of {self.info.vocab_size}."
+            raise InvalidRequestError(why, field=field)
+        return await self.work(tenant, partial(self.tokenizer.decode, ids, skip_special=skip_special))
 
     async def read_tenant_stats(self, tenant: str, part: EnginePort | None = None) -> EngineStats:
         """Read the counts of one tenant's requests, with the load of one replica or all; counters that belong to no

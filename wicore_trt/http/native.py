@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 from wicore_trt import __version__
 from wicore_trt.access.calls import Call
 from wicore_trt.access.entry import GenerationCall
-from wicore_trt.checks import check_count
 from wicore_trt.errors import InvalidRequestError, UnavailableError
 from wicore_trt.http.bodies import ChatBody, DetokenizeBody, InferenceBody, TokenizeBody
 from wicore_trt.http.context import Context
@@ -119,15 +118,9 @@ async def serve_detokenize(context: Context, call: Call, body: DetokenizeBody) -
     """The text of token ids."""
     engine = context.require_engine()
     engine.info.shown_as(body.model)
-    check_count(body.tokens, engine.info.max_context_tokens, "tokens")
-    worst = max(body.tokens, default=0)
-    if worst >= engine.info.vocab_size:
-        raise InvalidRequestError(
-            f"Token id {worst} is outside the vocabulary of {engine.info.vocab_size}.", field="tokens"
-        )
     skip = body.skip_special_tokens is not False
-    decode = partial(engine.tokenizer.decode, body.tokens, skip_special=skip)
-    return json_reply({"prompt": await engine.work(call.who.tenant, decode)})
+    text = await engine.decode_ids(body.tokens, call.who.tenant, "tokens", skip_special=skip)
+    return json_reply({"prompt": text})
 
 
 async def serve_inference(context: Context, call: Call, body: InferenceBody) -> ASGIApp:

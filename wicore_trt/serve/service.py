@@ -135,15 +135,9 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb2.DetokenizeRequest, context: CallReply) -> pb2.DetokenizeResponse:
         engine = self.require_engine()
-        check_count(request.token_ids, engine.info.max_context_tokens, "token_ids")
-        token_ids = list(request.token_ids)
-        if token_ids and max(token_ids) >= engine.info.vocab_size:
-            raise InvalidRequestError(
-                f"Token id {max(token_ids)} is outside the vocabulary of {engine.info.vocab_size}.", field="token_ids"
-            )
-        skip = request.skip_special if request.HasField("skip_special") else True
-        decode = partial(engine.tokenizer.decode, token_ids, skip_special=skip)
-        return pb2.DetokenizeResponse(text=await engine.work(get_current_call().who.tenant, decode))
+        skip, tenant = request.skip_special if request.HasField("skip_special") else True, get_current_call().who.tenant
+        text = await engine.decode_ids(request.token_ids, tenant, "token_ids", skip_special=skip)
+        return pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(self, request: pb2.GetModelInfoRequest, context: CallReply) -> pb2.GetModelInfoResponse:
         known = pb2.GetModelInfoResponse.DESCRIPTOR.fields_by_name  # of the same names; the wire lacks `build`
