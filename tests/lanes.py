@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.page_code import decode_pages, encode_pages
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.plugins.code_layout import SEAL_BYTES, SEAL_KEY, PageCode
-from wicore_trt.runtime.page_code import decode_pages, encode_pages
 from wicore_trt.runtime.page_digest import PageDigest
 
 

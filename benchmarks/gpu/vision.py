@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from wicore_trt.backends.torch.vision import ATTENTION, TorchVision, VisionWeights, open_encoder
-from wicore_trt.model.vision import VisionSpec, vision_tensors
+from wicore_trt.model.vision import CHANNELS, VisionSpec, vision_tensors
 from wicore_trt.plugins.aot import compile_kernel
 from wicore_trt.plugins.kernels.layer_norm import add_layer_norm_spec
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
@@ -47,7 +47,7 @@ def count_flops(spec: VisionSpec) -> tuple[float, float]:
     """Operations of an image's linears, and of its attention."""
     patches, hidden = spec.patches, spec.hidden_size
     layer = patches * hidden * (4 * hidden + 2 * spec.intermediate_size)
-    ends = patches * spec.patch_values * hidden + spec.tokens * hidden * spec.text_hidden_size
+    ends = patches * CHANNELS * spec.patch_size**2 * hidden + spec.tokens * hidden * spec.text_hidden_size
     return 2.0 * (layer * spec.num_layers + ends), 4.0 * patches * patches * hidden * spec.num_layers
 
 

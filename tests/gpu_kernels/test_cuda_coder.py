@@ -19,6 +19,7 @@ import torch
 from gpu_kernels import interpreted
 from hostile_pages import make_pages
 
+from benchmarks.gpu.page_code import encode_pages
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.plugins.aot import compile_kernel
 from wicore_trt.plugins.code_layout import SEAL_BYTES, SEAL_KEY, PageCode
@@ -28,7 +29,6 @@ from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime import cuda_coder
 from wicore_trt.runtime.cuda_coder import CodeKernels, CudaCoder
 from wicore_trt.runtime.executor import UNFIT
-from wicore_trt.runtime.page_code import encode_pages
 from wicore_trt.runtime.page_copier import make_copier
 from wicore_trt.runtime.page_digest import PageDigest
 

@@ -14,10 +14,10 @@ from hostile_pages import PAGES, make_pages
 from kernel_checks import Runner
 from step_runners import RUNNERS
 
+from benchmarks.gpu.page_code import decode_pages, encode_pages
 from wicore_trt.plugins.aot import compile_kernel
 from wicore_trt.plugins.code_layout import PageCode, decode_launch, encode_launches
 from wicore_trt.plugins.kernels.page_code import page_code_specs
-from wicore_trt.runtime.page_code import decode_pages, encode_pages
 
 CODES = [PageCode(3, 16, 48), PageCode(2, 32, 256), PageCode(1, 32, 384)]
 NAMES = [f"{code.rows}x{code.channels}" for code in CODES]

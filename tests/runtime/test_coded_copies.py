@@ -15,11 +15,11 @@ import torch
 from hostile_pages import make_pages
 from lanes import AtOnce, Coder, Digests, Lane
 
+from benchmarks.gpu.page_code import encode_page
 from wicore_trt.kv.disk.files import aligned_buffer
 from wicore_trt.plugins.code_layout import PageCode
 from wicore_trt.runtime import page_copier
 from wicore_trt.runtime.executor import UNFIT
-from wicore_trt.runtime.page_code import encode_page
 from wicore_trt.runtime.page_copier import StreamPageCopier
 from wicore_trt.runtime.page_digest import PageDigest
 from wicore_trt.runtime.rank_copier import RankedCopier, cut_part

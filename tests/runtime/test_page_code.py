@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hostile_pages import PAGES, make_pages
 
+from benchmarks.gpu.page_code import decode_page, decode_pages, encode_page, encode_pages
 from wicore_trt.plugins.code_layout import HEADER_BYTES, PageCode, find_code
 from wicore_trt.plugins.layout import PoolShape
-from wicore_trt.runtime.page_code import decode_page, decode_pages, encode_page, encode_pages
 
 SMALL = PageCode(3, 16, 48)
 CODES = [SMALL, PageCode(20, 16, 16), PageCode(2, 32, 128), PageCode(2, 32, 320)]

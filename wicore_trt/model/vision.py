@@ -73,10 +73,6 @@ class VisionSpec:
         return self.patches_per_side**2
 
     @property
-    def patch_values(self) -> int:
-        return CHANNELS * self.patch_size**2
-
-    @property
     def pooled_side(self) -> int:
         """Patches on each side of the square whose mean becomes a token."""
         return self.patches_per_side // isqrt(self.tokens)

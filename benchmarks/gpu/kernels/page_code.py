@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.kernels.step import target_of_gpu
+from benchmarks.gpu.page_code import encode_pages
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.code_layout import BLOCK_ROWS, PageCode, decode_launch, encode_launches
 from wicore_trt.plugins.kernels.page_code import page_code_specs
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.runtime.page_code import encode_pages
 
 SHAPES = {
     "27B local, 32 tokens": (PageCode(104, 32, 2048), 16),

@@ -206,7 +206,6 @@ WICORE_API int64_t wicore_cpu_abi(void);
 
 // Sets the number of threads that run operators, the calling one included. Call between runs.
 WICORE_API void wicore_cpu_set_threads(int64_t threads);
-WICORE_API int64_t wicore_cpu_threads(void);
 
 // Chooses the instruction set: "avx512bf16", "avx2" or "generic"; "auto" takes the best. 0, or -1 if the machine
 // lacks it.

@@ -82,7 +82,6 @@ void wicore_cpu_set_threads(int64_t threads) {
   wicore::set_threads(threads);
 }
 
-int64_t wicore_cpu_threads(void) { return wicore::threads(); }
 
 int wicore_cpu_set_isa(const char* name) {
   std::lock_guard<std::mutex> lock(wicore::entry_mutex());
