@@ -5,10 +5,11 @@ It must not know any backend's compiler. Invariant: a backend is found by name, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
@@ -67,16 +68,18 @@ class BuildOptions:
         return dtype
 
 
-class Backend(Protocol):
-    """Compiles and opens engines. Implemented by the classes named in BACKENDS."""
+class Backend(ABC):
+    """Compiles and opens engines: base of the classes named in BACKENDS."""
 
+    @abstractmethod
     def targets(self, options: BuildOptions) -> list[str]:
         """List the GPU architectures to compile for. Raises ConfigError or EnvironmentUnfitError before work."""
 
     def default_context(self, limit: int) -> int:
         """Return max_context of an engine for which none is given; `limit` is the model's."""
+        return limit
 
-    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
+    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:  # noqa: B027 -- some build any
         """Raise ConfigError for a checkpoint that this backend does not build, before anything is copied."""
 
     def compile(
@@ -84,7 +87,9 @@ class Backend(Protocol):
     ) -> dict[str, Any]:
         """Put the compiled files into the engine `directory`, whose weights are there; return the manifest's
         `compiled`. `options` have their targets and max_context filled in."""
+        return {}
 
+    @abstractmethod
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
         """Return the executor of an engine of this backend, a RequestExecutor for those in SCHEDULE_THEMSELVES.
         Raises EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from wicore_trt.errors import CheckpointError, shown
 
+T = TypeVar("T")
 GLOBAL = "global"
 LOCAL = "local"
 GROUPS = (GLOBAL, LOCAL)
@@ -198,12 +199,9 @@ class Gemma3Spec:
     def from_dict(cls, data: Mapping[str, Any], place: str = "model spec") -> Gemma3Spec:
         """Invert to_dict; `place` names the file. Raises CheckpointError for unknown or missing keys and for bad
         values."""
-        check_keys(cls, data, place)
-        groups = data["layer_groups"]
-        try:
-            return cls(**{**data, "layer_groups": tuple(groups) if isinstance(groups, list) else groups})
-        except SpecError as error:
-            raise error.name_place(place, {}) from error
+        if isinstance(data, Mapping) and isinstance(groups := data.get("layer_groups"), list):
+            data = {**data, "layer_groups": tuple(groups)}
+        return read_spec(cls, data, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +243,14 @@ def check_real(name: str, value: object, low: float, high: float) -> None:
         raise SpecError.from_field(name, f"is {shown(value)}; it must be a number from {low:g} to {high:g}.")
 
 
-def check_keys(spec: type[Any], data: object, place: str) -> None:
-    """Raises CheckpointError unless `data` has the fields of the dataclass `spec`, and no other keys."""
-    names = {f.name for f in fields(spec)}
+def read_spec(spec: type[T], data: object, place: str) -> T:
+    """Construct the dataclass `spec`, whose fields `data` has. Raises CheckpointError for other keys and bad values."""
+    names = {f.name for f in fields(spec)}  # type: ignore[arg-type]
     if not isinstance(data, Mapping) or set(data) != names:
         given = set(data) if isinstance(data, Mapping) else set()
         wrong = ", ".join(sorted(map(str, names ^ given))[:4])
         raise CheckpointError(f"{place}: these keys are missing or unknown: {wrong}.")
+    try:
+        return spec(**data)
+    except SpecError as error:
+        raise error.name_place(place, {}) from error

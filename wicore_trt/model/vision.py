@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import isqrt
 from typing import Any, Protocol, TypeVar
 
-from wicore_trt.model.spec import MAX_LAYERS, Gemma3Spec, SpecError, check_keys, check_real, check_whole
+from wicore_trt.model.spec import MAX_LAYERS, Gemma3Spec, SpecError, check_real, check_whole, read_spec
 
 TOWER = "vision_tower.vision_model."
 PATCHES = f"{TOWER}embeddings.patch_embedding"
@@ -109,11 +109,7 @@ class VisionSpec:
     def from_dict(cls, data: Mapping[str, Any], place: str = "vision spec") -> VisionSpec:
         """Invert to_dict; `place` names the file. Raises CheckpointError for unknown or missing keys and for bad
         values."""
-        check_keys(cls, data, place)
-        try:
-            return cls(**data)
-        except SpecError as error:
-            raise error.name_place(place, {}) from error
+        return read_spec(cls, data, place)
 
 
 def vision_layer(layer: int, name: str) -> str:

@@ -31,7 +31,7 @@ from wicore_trt.backends.tensorrt.plan_io import (
     plan_file,
     weight_tensors,
 )
-from wicore_trt.engine.options import BuildOptions, check_equal_groups
+from wicore_trt.engine.options import Backend, BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ OLDEST_SM = {"fp8": 89, "bfloat16": 80, "float16": 75, "float32": 75}
 PARALLEL_BUILDS = 2  # each takes about 1 GB for 27B
 
 
-class TensorRTBackend:
+class TensorRTBackend(Backend):
     def targets(self, options: BuildOptions) -> list[str]:
         """List the targets asked for; full TensorRT takes its own GPU when none is named."""
         check_ranks(options.tp_size)

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from wicore_trt.engine.options import Backend, BuildOptions
 from wicore_trt.errors import ConfigError
 
 if TYPE_CHECKING:
     from wicore_trt.backends.torch.executor import TorchExecutor
-    from wicore_trt.checkpoint.format import Checkpoint
     from wicore_trt.engine.directory import EngineDir
-    from wicore_trt.engine.options import BuildOptions
-    from wicore_trt.progress import Progress
     from wicore_trt.runtime.exchange import RankExchange
     from wicore_trt.runtime.executor import Executor
     from wicore_trt.runtime.options import ExecutorOptions
 
 
-class TorchBackend:
-    """Implements `Backend` wherever PyTorch runs."""
+class TorchBackend(Backend):
+    """Backend wherever PyTorch runs; it compiles nothing."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         if options.targets:
             raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
         return ["any"]
-
-    def default_context(self, limit: int) -> int:
-        return limit
-
-    def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
-        pass
-
-    def compile(
-        self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
-    ) -> dict[str, Any]:
-        return {}
 
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.torch.executor import TorchExecutor

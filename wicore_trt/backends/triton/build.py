@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.triton.index import write_kernels
 from wicore_trt.backends.triton.table import EngineShape
-from wicore_trt.engine.options import BuildOptions
+from wicore_trt.engine.options import Backend, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError, install_command
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SIZES = 16
 """Widths of matrices are multiples of this."""
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     def targets(self, options: BuildOptions) -> list[str]:
         known = ", ".join(TARGETS)
         if not options.targets:
@@ -44,9 +44,6 @@ class TritonBackend:
         except ImportError as error:
             raise EnvironmentUnfitError("Triton is not installed.", fix=install_command("triton")) from error
         return list(options.targets)
-
-    def default_context(self, limit: int) -> int:
-        return limit
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         shape_of(checkpoint, options)

@@ -21,7 +21,7 @@ from wicore_trt.backends.trtllm import model as trtllm_model
 from wicore_trt.backends.trtllm.checkpoint import PATTERN_KEY, export_checkpoint, trtllm_config
 from wicore_trt.backends.trtllm.installed import ENGINE_DIR, find_trtllm_build, require_tensorrt_llm
 from wicore_trt.checkpoint.format import Checkpoint
-from wicore_trt.engine.options import BuildOptions
+from wicore_trt.engine.options import Backend, BuildOptions
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.files import UntrustedFiles
 
@@ -38,8 +38,8 @@ _SCRATCH = "trtllm-checkpoint"
 _log = logging.getLogger(__name__)
 
 
-class TensorRTLLMBackend:
-    """Implements `engine.options.Backend`. Its part of the engine directory is `trtllm/`."""
+class TensorRTLLMBackend(Backend):
+    """Backend whose part of the engine directory is `trtllm/`."""
 
     def targets(self, options: BuildOptions) -> list[str]:
         """List the architecture that `trtllm-build` compiles for: always this machine's GPU, as ["sm90"].
@@ -61,10 +61,6 @@ class TensorRTLLMBackend:
                 fix="Leave --target out.",
             )
         return [here]
-
-    def default_context(self, limit: int) -> int:
-        """Return the model's own limit, because its KV cache is paged."""
-        return limit
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
