@@ -420,7 +420,7 @@ class Scheduler:
         """Admit waiting sequences in order while budget, pages and places last, up to the running prompt `before`,
         whose pages stay free. The caller puts `passed_over` back. The first misfit stops admission, lest small requests
         starve a big one."""
-        if self.running and self._too_few and all(map(le, self.manager.memory.free_counts, self._too_few)):
+        if self.running and self._is_blocked():
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         while (
             budget.fit_tokens(0, 1)
