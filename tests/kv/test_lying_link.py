@@ -140,7 +140,9 @@ CODER_KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("coded", "disk"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("coded", "disk"), [pytest.param(False, False, marks=pytest.mark.long), (False, True), (True, True)]
+)
 def test_no_lie_of_the_link_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: bool, coded: bool
 ) -> None:
