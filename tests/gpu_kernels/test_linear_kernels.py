@@ -99,15 +99,18 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("target", targets("sm80", "sm90"))
+@pytest.mark.parametrize("target", targets())  # kernels of engines compile in `make test-targets`
 @pytest.mark.parametrize(("shape", "config"), COMPILED, ids=lambda c: getattr(c, "short_name", str)())
 def test_compiles(shape: LinearShape, config: LinearConfig, target: str) -> None:
     if shape.fp8_input and target == "sm80":
-        with pytest.raises(ConfigError, match="FP8"):
-            linear_spec(shape, config, target)
         return
     kernel = aot.compile_kernel(linear_spec(shape, config, target), target)
     assert kernel.shared_bytes <= aot.SHARED_LIMIT[target]
+
+
+def test_rows_of_fp8_are_refused_where_no_instruction_multiplies_them() -> None:
+    with pytest.raises(ConfigError, match="FP8"):
+        linear_spec(*COMPILED[3], "sm80")
 
 
 def test_checks_see_one_missing_product() -> None:
