@@ -61,6 +61,8 @@ async def test_what_waits_too_long_is_told_when_to_come_back(stream):
                 await until(lambda count=count: engine.live == count)
                 gate.let(1)
                 await until(lambda count=count: stats_of(engine) == (1, count - 1))
+                gate.let(1)
+                await until(lambda gate=gate: gate.waits and not gate.left)  # before this step all have arrived
                 now += 6.0
             found = await asyncio.gather(*asked)
             assert sorted(one.status_code for one in found) == [200, *[429] * (count - 1)]
