@@ -237,6 +237,32 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
     store.close()
 
 
+def test_one_run_that_hangs_in_all_threads_stalls_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_calls", calls_of)
+    files = Gate()
+    files.open_again.set()
+    store: DiskStore = open_store(tmp_path, files=files, threads=2)
+    pool = store._pool
+    for number in range(3):
+        assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
+    files.open_again.clear()
+    files.waiting, told = 0, list[Outcome]()
+    run = [PageMove(make_page(i), (i,), buffers([b"p" * SLOT])) for i in range(3)]
+    assert store.read_pages(run, told.append)
+    wait_until(lambda: files.waiting == 2)
+    assert not store.stalled, "nothing is late"
+    hurry(pool, 0.05)
+    wait_until(lambda: told == [Outcome.TIMEOUT])
+    wait_until(lambda: store.stalled)
+    assert not store.read_pages([PageMove(make_page(2), (2,), buffers([b"p" * SLOT]))], told.append)
+    hurry(pool, 30.0)
+    files.open_again.set()
+    wait_until(lambda: told == [Outcome.TIMEOUT, Outcome.RETURNED])
+    assert not store.stalled and wait_for(store.read_pages, run) is Outcome.OK
+    assert [bytes(move.parts[0]) for move in run] == [content(number, 0) for number in range(3)]
+    store.close()
+
+
 def test_late_pages_that_were_read_together_keep_their_buffers_until_the_last_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

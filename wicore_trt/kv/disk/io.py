@@ -91,13 +91,14 @@ Told = Callable[[Outcome], None]
 class DiskOperation:
     """Submitted operation on some `pages`. `run` may look at `timed_out` to leave out what nobody waits for any more;
     None: it goes on elsewhere, until `IoPool.end_operation`. `drop` ends it there before it begins, if that is still
-    possible."""
+    possible; `busy` counts the threads that are in it, or will be."""
 
     def __init__(self, run: Run, done: Told, *, urgent: bool = False, pages: int = 1) -> None:
         self.run = run
         self.deadline = math.inf
         self.urgent, self.pages = urgent, pages
         self.drop: Callable[[], bool] = lambda: False
+        self.busy: Callable[[], int] = lambda: 1
         self.timed_out = False
         self._done = done
         self._finished = False
@@ -172,7 +173,7 @@ class IoPool:
     @property
     def stalled(self) -> bool:
         """True while every thread is in an operation that timed out."""
-        return len(self._hung) >= max(self._threads, len(self._running))
+        return len(self._hung) >= len(self._running) and sum(op.busy() for op in tuple(self._hung)) >= self._threads
 
     def submit_operation(self, run: Run, done: Told, *, urgent: bool = False, pages: int = 1) -> bool:
         """False, and nothing was done, when the queue is full, all threads hang, or the pool is closed."""

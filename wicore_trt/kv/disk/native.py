@@ -134,7 +134,7 @@ class NativeMover(PageMover):
             at = after + len(rest)
         run = _Run(len(moves), landed, (held, buffers, keyed))
         self._moves.update(zip(places, zip(repeat(op), moves, repeat(run)), strict=False))
-        op.drop = partial(self._drop, places, run)
+        op.drop, op.busy = partial(self._drop, places, run), lambda: run.left
         for place in places:
             self._quick.wicore_disk_begin(self._handle, place)
         return None
