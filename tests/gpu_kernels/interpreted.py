@@ -3,13 +3,16 @@
 `triton.jit` decides when it decorates, by TRITON_INTERPRET, whether a function is interpreted; a process that sets it
 cannot compile. So here the compiled functions stay as they are, and `launch` puts interpreted ones in their place while
 it runs: those of the kernel's module, and those of Triton's own library (tl.sum, tl.max, ...). The interpreter also
-patches `triton.language` and leaves some patches behind; all are undone. Every address that a kernel touches must lie
-in one of its arguments. Triton 3.6's interpreter keeps bfloat16 as uint16, truncates where GPUs round, and multiplies
-matrices of the integers; `_bfloat16` mends that. `_float8` mends its conversions to E4M3 and its fused products.
+patches `triton.language` and leaves some patches behind; all are undone. Programs run in a random order, as a GPU has
+none. Every address that a kernel touches must lie in one of its arguments. Triton 3.6's interpreter keeps bfloat16 as
+uint16, truncates where GPUs round, and multiplies matrices of the integers; `_bfloat16` mends that. `_float8` mends its
+conversions to E4M3 and its fused products.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -243,6 +246,18 @@ def _within(tensors: list[torch.Tensor], turns: AbstractContextManager[Any]) -> 
     return {"create_masked_load": checked_load, "create_masked_store": checked_store}
 
 
+def _shuffled(grid: tuple[int, int, int]) -> dict[str, Any]:
+    """Programs of `grid` in an order of no meaning, as a GPU has none: two that touch one place are found."""
+    place, count = interpreter.interpreter_builder.set_grid_idx, math.prod(grid)
+    order = iter(random.Random(count).sample(range(count), count))
+
+    def place_next(*_: int) -> None:
+        rest, z = divmod(next(order), grid[2])
+        place(*divmod(rest, grid[1]), z)
+
+    return {"set_grid_idx": place_next}
+
+
 def launch(
     spec: KernelSpec,
     call: Launch,
@@ -258,7 +273,7 @@ def launch(
         if type_.startswith("*") and isinstance(arguments[name], int):
             arguments[name] = torch.empty(0)  # its address is 0
     tensors = [*(a for a in arguments.values() if isinstance(a, torch.Tensor)), *reached]
-    mended = {**_bfloat16(), **_float8(), **_within(tensors, turns), "options": OPTIONS}
+    mended = {**_bfloat16(), **_float8(), **_within(tensors, turns), **_shuffled(call.grid), "options": OPTIONS}
     with _interpreting(spec.function) as kernel, _patched(**mended), np.errstate(all="ignore"):
         kernel.run(**arguments, **spec.constants, grid=call.grid, warmup=False)
 
