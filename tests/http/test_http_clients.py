@@ -275,9 +275,9 @@ async def test_heads_that_are_too_long_or_none(raw, status):
 
 
 async def test_silent_connections_end_and_busy_ones_do_not(monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_S", 1.5)  # shorter than the answer, longer than the busy one's head takes
     async with (
-        serving(make_engine(step_s=0.01)) as running,
+        serving(make_engine(step_s=0.04)) as running,
         connection(running) as (silent, _),
         connection(running) as (dripping, writer),
     ):

@@ -217,8 +217,8 @@ MUTANTS = (
     ),
     Mutant(
         "kv/tiers/up.py",
-        "            index.release_copies([source])\n            movers.disk_traffic.read_bytes",
-        "            movers.disk_traffic.read_bytes",
+        "        index.release_copies(compress(move.sources, right))\n",
+        "",
     ),
     Mutant(
         "kv/tiers/down.py",
