@@ -13,7 +13,7 @@ from oracle.device import Failure
 from oracle.ledger import Ledger
 from oracle.stack import Stack
 
-MAX_IDLE_STEPS = 3000
+MAX_IDLE_STEPS = 100_000
 LOAD_WAIT_S = 0.0055
 """A step that waits for a load comes back after 5 ms at the latest."""
 
