@@ -206,6 +206,18 @@ def test_a_page_comes_behind_its_parent_from_another_tier():
     ]  # fmt: skip
 
 
+def test_a_page_of_a_window_comes_behind_a_late_parent_of_the_global_group():
+    keys = [bytes([n]) * 32 for n in range(4)]
+    chain = [Page(key, "global", n, keys[n - 1] if n else None, TENANT, b"abcd") for n, key in enumerate(keys)]
+    window = Page(keys[3], "local", 3, keys[2], TENANT, b"abcd")
+    log = KVEventLog(1000)
+    for tier, one in (("device", window), ("host", chain[0]), ("host", chain[2]), ("disk", chain[1])):
+        log.append_stored(tier, one)
+    log.publish_step()
+    told = [(event.tier, event.pages) for event in log.list_since(0)]
+    assert told == [("host", (chain[0],)), ("disk", (chain[1],)), ("host", (chain[2],)), ("device", (window,))]
+
+
 def test_pages_without_tokens_are_told_of_apart_when_they_leave():
     """Routers, who match by tokens, never heard of them."""
     log = KVEventLog(1000)

@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from wicore_trt.kv.pages.page import Page
+from wicore_trt.model.spec import GLOBAL
 
 MAX_EVENT_LOG_PAGES = 1 << 18
 """Pages that the events which the log of all keeps may name together."""
@@ -83,7 +84,7 @@ def _cut_batches(changes: _Changes) -> list[_Batch]:
     for place, found in ordered:
         pages = []
         for page in sorted((page for page in found.values() if isinstance(page, Page)), key=attrgetter("index")):
-            if (page.group, page.parent) in untold:
+            if not untold.isdisjoint(((page.group, page.parent), (GLOBAL, page.parent))):
                 late.append((place, page))
             else:
                 untold.discard(page.name)
