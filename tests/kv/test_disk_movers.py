@@ -208,18 +208,25 @@ def test_no_read_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store.close()
 
 
-def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def open_gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, threads: int, pages: int) -> tuple[DiskStore, Gate]:
+    """Open a store with native threads that holds pages 0, 1, ..., and files that let nothing through from here on."""
     monkeypatch.setattr(native, "find_calls", calls_of)
     files = Gate()
     files.open_again.set()
-    store: DiskStore = open_store(tmp_path, files=files, threads=1)
-    assert isinstance(store._mover, NativeMover)
-    for number in range(2):
+    store: DiskStore = open_store(tmp_path, files=files, threads=threads)
+    for number in range(pages):
         assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
     files.open_again.clear()
-    files.waiting, told, targets = 0, [[], []], buffers([b"p" * SLOT] * 2)
+    files.waiting = 0
+    return store, files
+
+
+def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = open_gated(tmp_path, monkeypatch, threads=1, pages=2)
+    assert isinstance(store._mover, NativeMover)
+    told, targets = [[], []], buffers([b"p" * SLOT] * 2)
     for number in range(2):  # the second is with the threads of the library, too
         assert read_page(store, make_page(number), (number,), [targets[number]], told[number].append)
     while files.waiting < 1 or len(store._mover._moves) < 2:
@@ -238,15 +245,9 @@ def test_a_late_read_keeps_its_buffer_and_one_that_did_not_begin_gives_it_back(
 
 
 def test_one_run_that_hangs_in_all_threads_stalls_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find_calls", calls_of)
-    files = Gate()
-    files.open_again.set()
-    store: DiskStore = open_store(tmp_path, files=files, threads=2)
+    store, files = open_gated(tmp_path, monkeypatch, threads=2, pages=3)
     pool = store._pool
-    for number in range(3):
-        assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
-    files.open_again.clear()
-    files.waiting, told = 0, list[Outcome]()
+    told = list[Outcome]()
     run = [PageMove(make_page(i), (i,), buffers([b"p" * SLOT])) for i in range(3)]
     assert store.read_pages(run, told.append)
     wait_until(lambda: files.waiting == 2)
@@ -267,14 +268,8 @@ def test_late_pages_that_were_read_together_keep_their_buffers_until_the_last_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read hangs, and two runs wait behind it: the one that began with it keeps its buffers, the other does not."""
-    monkeypatch.setattr(native, "find_calls", calls_of)
-    files = Gate()
-    files.open_again.set()
-    store: DiskStore = open_store(tmp_path, files=files, threads=1)
-    for number in range(3):
-        assert wait_for(store.write_page, make_page(number), (number,), buffers([content(number, 0)])) is Outcome.OK
-    files.open_again.clear()
-    files.waiting, told = 0, [list[Outcome](), list[Outcome]()]
+    store, files = open_gated(tmp_path, monkeypatch, threads=1, pages=3)
+    told = [list[Outcome](), list[Outcome]()]
     runs = [[PageMove(make_page(i), (i,), buffers([b"p" * SLOT])) for i in range(3)] for _ in range(2)]
     for run, ends in zip(runs, told, strict=True):
         assert store.read_pages(run, ends.append)
