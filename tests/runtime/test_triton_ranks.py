@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
-from dataclasses import replace
+import socket
+from itertools import combinations, count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,34 +18,21 @@ from parity.tiny import TinyModel  # noqa: E402
 from runtime.triton_cpu import Driver, blocks_of, executor_of, oracle_of, small_model  # noqa: E402
 
 from wicore_trt.backends.triton import table as triton_table  # noqa: E402
-from wicore_trt.backends.triton.memory import make_exchange_layout  # noqa: E402
 from wicore_trt.plugins import exchange_layout  # noqa: E402
 from wicore_trt.plugins.kernels import exchange  # noqa: E402
-from wicore_trt.runtime.peer_memory import PeerMemory  # noqa: E402
+from wicore_trt.runtime.exchange import RankExchange, create_memory  # noqa: E402
 from wicore_trt.weight_format import Q4_0  # noqa: E402
 
 LONG = ("bfloat16", "float16", "q4_0", "invariant", "large", "fp8 large of 4", "invariant of 4")
-STEPS = ([9, 3], [1, 4], [1, 1])
-BLOCK = 1 << 20
+STEPS = ([9, 3], [1, 4], [1, 2], [1, 1])
 
 
-def run_rank(
-    model: TinyModel, rank: int, blocks: list[Any], failed: Any, turns: Any, sent: Connection, given: dict[str, Any]
-) -> None:
-    part = model.spec.shard(rank, len(blocks))
-    executor = executor_of(model, part=part, **given)
-    own, addresses = blocks[rank], torch.tensor([block.data_ptr() for block in blocks])
-    executor.device.given += [own, addresses, failed]
-    executor.model.launcher.reached, executor.model.launcher.turns = blocks, turns
-    peers = PeerMemory(rank, len(blocks), addresses, own, failed, True, lambda: None)
-    model_of_rank = executor.model = replace(executor.model, peers=peers)
-    layout = make_exchange_layout(
-        model_of_rank.shape, "sm90", model_of_rank.memory.limits, invariant=model_of_rank.invariant
-    )
-    assert layout.size_bytes <= BLOCK
+def run_rank(model: TinyModel, exchange: RankExchange, sent: Connection, given: dict[str, Any]) -> None:
+    executor = executor_of(model, part=model.spec.shard(exchange.rank, exchange.ranks), ranks=exchange, **given)
     driver, sequences, vocab = Driver(executor, 1), [], model.spec.vocab_size
     told = list[bytes]()
     executor.on_step = told.append
+    executor.model.launcher.launched.clear()
     tokens = torch.Generator().manual_seed(3)
     for lengths in STEPS:
         while len(sequences) < len(lengths):
@@ -54,7 +41,7 @@ def run_rank(
             (s, torch.randint(vocab, (n,), generator=tokens).tolist()) for s, n in zip(sequences, lengths, strict=False)
         ]
         sent.send((driver.step(work).numpy(), told.pop()))
-    assert layout.owns_rows == any("_own" in name for name in executor.model.launcher.launched)
+    assert executor.model.owns == any("_own" in name for name in executor.model.launcher.launched)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +50,7 @@ def run_rank(
 )
 def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks the same bits, near those of one. "large": more rows than are pushed, products by cuBLAS. Of 4
-    ranks, each row then has an owner."""
+    ranks, each row then has an owner, also of a step that is large by its padding alone."""
     ranks, fp8, invariant = 4 if "of 4" in case else 2, "fp8" in case, "invariant" in case
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": ranks}
     model, given = small_model(7, **sizes, vocab_size=96), {}
@@ -77,14 +64,17 @@ def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest
         monkeypatch.setattr(exchange, "ROOM", type(exchange.ROOM)(4))
         monkeypatch.setattr("wicore_trt.backends.triton.memory.PUSHED_ROWS", 4)
         monkeypatch.setitem(triton_table.CROSSOVER, "sm90", {"16-bit": 2, "fp8": 2, "fp8 rows": 4})
-    given |= {"dtype": dtype, "fp8": fp8, "batch_invariant": invariant}
-    blocks = [torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8) for _ in range(ranks)]
-    failed = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32)
-    context = multiprocessing.get_context("fork")
-    pipes, turns = [context.Pipe(duplex=False) for _ in blocks], context.Lock()
+    given |= {"dtype": dtype, "fp8": fp8, "batch_invariant": invariant, "graphs": "of 4" in case}
+    memory, mesh = create_memory(ranks), {pair: socket.socketpair() for pair in combinations(range(ranks), 2)}
+    context, group = multiprocessing.get_context("fork"), list[RankExchange]()
+    glances = count()
+    for rank in range(ranks):
+        ends = {sum(pair) - rank: pair_ends[pair[1] == rank] for pair, pair_ends in mesh.items() if rank in pair}
+        group.append(RankExchange(rank, ranks, memory, ends, lambda rank: next(glances) < 1000))
+    pipes = [context.Pipe(duplex=False) for _ in group]
     processes = [
-        context.Process(target=run_rank, args=(model, rank, blocks, failed, turns, pipes[rank][1], given))
-        for rank in range(ranks)
+        context.Process(target=run_rank, args=(model, end, sent, given))
+        for end, (_, sent) in zip(group, pipes, strict=True)
     ]
     for process in processes:
         process.start()
@@ -109,4 +99,3 @@ def test_ranks_give_the_logits_of_the_whole_model(case: str, monkeypatch: pytest
         process.join(60)
         process.kill()
         assert process.exitcode == 0
-    assert not failed.any()

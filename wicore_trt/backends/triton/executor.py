@@ -39,7 +39,7 @@ from wicore_trt.backends.triton.index import load_table
 from wicore_trt.backends.triton.inputs import StepBlock, Unread
 from wicore_trt.backends.triton.memory import StepLimits, StepMemory, make_exchange_layout
 from wicore_trt.backends.triton.ops import StepArrays, TritonModel, TritonOps, Value
-from wicore_trt.backends.triton.roles import PAGE_CODE, PAGE_DIGEST, PAGE_MASSES
+from wicore_trt.backends.triton.roles import OWN, PAGE_CODE, PAGE_DIGEST, PAGE_MASSES
 from wicore_trt.backends.triton.rows import PROMPT_CHUNKS, RowPlan, decode_plan, plan_rows, prompt_plans, prompt_room
 from wicore_trt.backends.triton.sampler import DRAWN, FILTERED, HOST, StepSampler
 from wicore_trt.backends.triton.segments import make_segment_attention
@@ -262,12 +262,12 @@ class TritonExecutor:
         layer = next(self._measured_layers, None) if batch.measure_attention else None
         with self.device.active(), torch.inference_mode():
             self._page_copies.begin_step(batch)
-            rows, places = self._enqueue_step(slices, plan, ways, layer)
+            rows, places, ran = self._enqueue_step(slices, plan, ways, layer)
             self._rows = [s.seq_id for s in slices], rows
             results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
             measured = None if layer is None else self._fetch_masses(slices, places, masses)
-            alike = None if self.on_step is None else self._sum_alike(plan, rows, places)
+            alike = None if self.on_step is None else self._sum_alike(plan, ran, rows, places)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             hosts = [n for n, s in enumerate(sampled) if s.seq_id in left] if left else []
@@ -323,17 +323,17 @@ class TritonExecutor:
 
     def _enqueue_step(
         self, slices: list[SequenceSlice], plan: RowPlan, ways: list[str], measured: int | None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[int], int]:
         """Put a step whose slices lie as in `plan` on the stream, with attention at layer `measured`. Returns for each
-        slice the row of its logits, if it samples, and that of its masses."""
-        unread = None
+        slice the row of its logits, if it samples, and that of its masses; and how many rows run, padding included."""
+        unread, ran = None, plan.tokens
         if waiting := [s.token_ids for s in slices].count([UNREAD]):
             assert waiting == len(slices), "tokens are read, or they are not"
             unread = Unread(self._tokens, self.rows_of(slices))
         padded = self._find_graph(slices, plan, measured)
         if padded is not None:
             (size, graph), first, others = padded, plan.decode.sequences, plan.prefill.sequences
-            begin = size.decode.sequences
+            begin, ran = size.decode.sequences, size.tokens
             count = begin + others if others else first
             rows = places = [*range(first), *range(begin, begin + others)]
             self.block.upload_padded(slices, plan, size, self.layout.num_pages, unread)
@@ -353,7 +353,7 @@ class TritonExecutor:
             sampled = zip(rows, slices, ways, strict=True)
             if drawn := {row: piece for row, piece, way in sampled if piece.sample and way is DRAWN}:
                 self.sampler.drawing.draw_rows(count, drawn)
-        return rows, places
+        return rows, places, ran
 
     def _find_graph(self, slices: list[SequenceSlice], plan: RowPlan, measured: int | None) -> Graph | None:
         """Find the graph that runs a step, and the plan to pad it to, or None. One of many tokens neither keeps queries
@@ -388,12 +388,12 @@ class TritonExecutor:
 
         return collect_finite
 
-    def _sum_alike(self, plan: RowPlan, rows: list[int], places: list[int]) -> torch.Tensor:
-        """Sum the bits of what all ranks hold alike behind the step on the stream: the residual and what the head has
-        read, without rows of nobody; but norms, where rows have owners. Returns an int64 that is on its way."""
+    def _sum_alike(self, plan: RowPlan, ran: int, rows: list[int], places: list[int]) -> torch.Tensor:
+        """Sum the bits of what all ranks hold alike behind the step on the stream, of `ran` rows: the residual and what
+        the head has read, without rows of nobody; but norms, where rows have owners. Returns an int64 on its way."""
         model, first, last = self.model, plan.decode.rows, max(rows) + 1
-        if model.owns and plan.tokens > exchange_layout.PUSHED_ROWS:
-            parts = [model.view_shared(exchange_layout.NORMED, torch.int16, plan.tokens)]
+        if model.choose_way(ran) == OWN:
+            parts = [model.view_shared(exchange_layout.NORMED, torch.int16, ran)]
         else:
             begin, head = places[first] if plan.prefill.rows else first, self.memory.head_in.view(torch.int16)
             residual = model.residual.view(torch.int32)

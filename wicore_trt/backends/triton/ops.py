@@ -128,6 +128,14 @@ class TritonModel:
         """Tell whether rows of large steps have owners."""
         return self.peers is not None and self.shared.owns_rows
 
+    def choose_way(self, rows: int) -> str:
+        """Choose how ranks sum so many rows: one of RANKED, "" for one rank."""
+        if self.peers is None:
+            return ""
+        if rows > exchange_layout.PUSHED_ROWS:
+            return roles.OWN if self.owns else roles.PULL
+        return roles.PULL if self.invariant else roles.PUSH
+
     def view_shared(self, part: int, dtype: torch.dtype, rows: int, columns: int | None = None) -> torch.Tensor:
         """View the beginning of one of the parts of `ExchangeLayout.part_offsets` of this rank; columns are H, or as
         given."""
@@ -385,12 +393,7 @@ class TritonOps:
 
     @property
     def _way(self) -> str:
-        """Choose how ranks sum rows: one of RANKED, "" for one rank."""
-        if self._model.peers is None:
-            return ""
-        if self._n > exchange_layout.PUSHED_ROWS:
-            return roles.OWN if self._model.owns else roles.PULL
-        return roles.PULL if self._model.invariant else roles.PUSH
+        return self._model.choose_way(self._n)
 
     def _meet(self) -> None:
         model = self._model
