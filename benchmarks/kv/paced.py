@@ -3,7 +3,7 @@
     python -m benchmarks.kv.paced DIRECTORY [--smaller 32] [--link-gb-per-s 50] [--disk-gb-per-s 7]
 
 The workload of `benchmarks.kv.on_gpu`'s `sessions` and its counters; scheduler, cache, tiers, threads and files are the
-product's. Steps and copies take the time of 27B's on an H200 (`virtual_disk.World`) and move nothing: pages hold zeros,
+product's. Steps and copies take the time of 27B's on a GPU (`virtual_disk.World`) and move nothing: pages hold zeros,
 and are so many times smaller that this machine's memory suffices. So their number and the engine thread's work are
 those of a GPU run; the disk's bytes are not. It must not know how the tiers decide. Invariant: what the disk reads was
 written, and is checked. DIRECTORY should be in memory, with room for 3 GiB.
@@ -30,6 +30,7 @@ from benchmarks.kv.host_costs import counted
 from benchmarks.kv.on_gpu import AT_ONCE, GIB, HISTORY, PROMPT_TOKENS, SESSIONS, Engine, one_round, turn_orders, watched
 from benchmarks.kv.virtual_disk import (
     BATCH_TOKENS,
+    GPUS,
     GRAPH_TOKENS,
     PAGE_BYTES,
     PAGE_TOKENS,
@@ -101,8 +102,8 @@ class PacedLink:
 class PacedDevice(AheadDevice):
     """An `AheadExecutor` that takes the time of its steps."""
 
-    def __init__(self, copier: PacedLink, layout: KVLayout) -> None:
-        self._world, self.copier, self.layout = World(((0.0, 1.0),)), cast(Any, copier), layout
+    def __init__(self, copier: PacedLink, layout: KVLayout, gpu: str) -> None:
+        self._world, self.copier, self.layout = World(((0.0, 1.0),), gpu=gpu), cast(Any, copier), layout
         self._under_way, self._ended = deque[tuple[float, float, StepBatch]](), 0.0
 
     def submit(self, batch: StepBatch) -> None:
@@ -144,7 +145,7 @@ def pace_disk(store: Any, bytes_per_s: float) -> None:
 class PacedEngine(Engine):
     """GiB of each tier, before pages are made smaller."""
 
-    def __init__(self, folder: Path, gib: tuple[int, int, int], smaller: int, link: float) -> None:
+    def __init__(self, folder: Path, gib: tuple[int, int, int], smaller: int, link: float, gpu: str) -> None:
         small, slabs = {group: size // smaller for group, size in PAGE_BYTES.items()}, pages_per_slab(PAGE_BYTES)
         device, host, disk = (size * GIB for size in gib)
         number = device // max(slabs[group] * size for group, size in PAGE_BYTES.items())
@@ -158,7 +159,7 @@ class PacedEngine(Engine):
             manager, max_batch_tokens=BATCH_TOKENS, max_sequences=AT_ONCE, loader=loader, slice_tokens=SLICE_TOKENS,
             step_time=StepTime(1.0),
         )  # fmt: skip
-        executor = cast(Any, PacedDevice(copier, layout))
+        executor = cast(Any, PacedDevice(copier, layout, gpu))
         self.core = EngineCore(executor, scheduler, eos_ids=(1,), max_context=131_072)
         self.core.set_pace(awaited=False)
         self._ids = itertools.count()
@@ -171,13 +172,14 @@ def main() -> None:
     parser.add_argument("--smaller", type=int, default=32, help="times by which pages are smaller")
     parser.add_argument("--link-gb-per-s", type=float, default=50.0)
     parser.add_argument("--disk-gb-per-s", type=float, help="of pages as large as they were; default: what it gives")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose steps take their time")
     parser.add_argument("--cpu", action="store_true", help="count the thread's CPU time, where others run, too")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu else time.perf_counter
     rng = random.Random(3)
     history = [rng.choices(PROMPT_TOKENS, k=HISTORY) for _ in range(SESSIONS)]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        engine = PacedEngine(Path(folder), (16, 16, 56), args.smaller, 1e9 * args.link_gb_per_s)
+        engine = PacedEngine(Path(folder), (16, 16, 56), args.smaller, 1e9 * args.link_gb_per_s, args.gpu)
         tiers = engine.core.scheduler.manager.tiers
         if args.disk_gb_per_s and tiers is not None:
             pace_disk(tiers.store, 1e9 * args.disk_gb_per_s / args.smaller)

@@ -20,7 +20,7 @@ from statistics import median, quantiles
 from benchmarks.kv.disk_simulation import Engine, Sizes
 from benchmarks.kv.host_costs import HostCosts
 from benchmarks.kv.on_gpu import AT_ONCE, HISTORY, NEW, OUT, PROMPT_TOKENS, SESSIONS, TURNS
-from benchmarks.kv.virtual_disk import GRAPH_TOKENS, PAGE_TOKENS, World
+from benchmarks.kv.virtual_disk import GPUS, GRAPH_TOKENS, PAGE_TOKENS, World
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.types import CacheHints
@@ -109,12 +109,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--host-ms", help="of the engine's thread, as `benchmarks.kv.paced` prints it: `HostCosts`")
     parser.add_argument("--graph-tokens", type=int, default=GRAPH_TOKENS, help="of the largest step that has a graph")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose steps take their time")
     given = parser.parse_args()
     host = None if given.host_ms is None else HostCosts(*map(float, given.host_ms.split(",")))
     drag = DRAG if host is None else 1.0  # which is its thread's part
     world = World(
         ((0.0, 1e9 * given.disk_gb_per_s),), launch_s=LAUNCH_S, drag=drag, page_s=PAGE_S, host=host,
-        graph_tokens=given.graph_tokens,
+        graph_tokens=given.graph_tokens, gpu=given.gpu,
     )  # fmt: skip
     sizes = Sizes(given.device, given.host, given.disk, AT_ONCE)
     rows = play(world, sizes, given.conversations, given.history, given.turns, given.seed)

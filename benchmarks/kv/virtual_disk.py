@@ -27,6 +27,8 @@ from wicore_trt.runtime.executor import CameIn, Done
 PAGE_TOKENS, WINDOW = 32, 1024
 PAGE_BYTES = {GLOBAL: PAGE_TOKENS * 81_920, LOCAL: PAGE_TOKENS * 425_984}
 """Gemma 3 27B in BF16."""
+GPUS = {"h200": (0.011, 4.85e-5), "h100": (0.0144, 4.9e-5)}
+"""Seconds of a step in which eight sequences decode behind 8K tokens, and of a token of prompts: FP8 weights."""
 BATCH_TOKENS, SLICE_TOKENS = 8192, 256
 GRAPH_TOKENS = 1536
 """Of the largest step that is started at once."""
@@ -39,7 +41,7 @@ Told = Callable[[Outcome], None]
 @dataclass(frozen=True, slots=True)
 class World:
     """What is true. `disk` are (second, bytes/s from then on), the first at 0; a read takes `latency_s` more, and one
-    in `slow_in` takes `slow_s`. Prefill is that of an H200 (`docs/benchmarks/log.md`), `speed` times as fast."""
+    in `slow_in` takes `slow_s`. Steps are those of a `gpu` (`docs/benchmarks/log.md`), `speed` times as fast."""
 
     disk: tuple[tuple[float, float], ...]
     latency_s: float = 1e-3
@@ -47,6 +49,7 @@ class World:
     slow_s: float = 0.5
     link: float = 46e9
     speed: float = 1.0
+    gpu: str = "h200"
     threads: int = 4
     drag: float = 1.0
     """How many times as long a step takes that begins while the disk is read."""
@@ -59,10 +62,11 @@ class World:
     """Of the engine's thread, which then runs a step ahead of the device and works while that computes."""
 
     def step_s(self, slices: Sequence[tuple[int, int]]) -> float:
-        """Of a step that computes (start, count) of each sequence. 32K take 1.83 s and 130,000 tokens 10.1 s."""
+        """Of a step that computes (start, count) of each sequence. On an H200 32K take 1.83 s, 130,000 10.1 s."""
+        least_s, token_s = GPUS[self.gpu]
         tokens = sum(n for _, n in slices)
         pairs = sum(n * (start + n / 2) for start, n in slices)
-        return (math.hypot(0.011, 4.85e-5 * tokens) + 4.49e-10 * pairs) / self.speed
+        return (math.hypot(least_s, token_s * tokens) + 4.49e-10 * pairs) / self.speed
 
     def prefill_s(self, begin: int, end: int) -> float:
         """Of steps as large as they may be."""

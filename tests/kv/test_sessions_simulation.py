@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from benchmarks.gpu.cases import CONFIGS
 from benchmarks.kv.disk_simulation import Sizes
 from benchmarks.kv.sessions_simulation import play
-from benchmarks.kv.virtual_disk import World
+from benchmarks.kv.virtual_disk import GPUS, PAGE_BYTES, PAGE_TOKENS, WINDOW, World
+from wicore_trt.model.spec import GLOBAL, LOCAL
 
 DISK = World(((0.0, 1.65e9),))
+RECORDS = {"h200": "gpu-kv-h200-1126.json", "h100": "gpu-kv-h100.json"}
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
@@ -34,3 +40,12 @@ def test_a_host_tier_with_room_for_all_finds_all() -> None:
     rows = play(DISK, Sizes(8.0, 16.0, 45.0, sequences=4), conversations=10, history=4096, turns=3, seed=1)
     assert rows[0]["found"] == 0.0
     assert all(row["found"] > 0.9 and row["in device or host"] > 0.9 for row in rows[1:]), rows
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_steps_of_a_gpu_take_what_its_memory_needs(gpu: str) -> None:
+    """Weights and KV of eight sequences over the bytes a second that a run on that GPU copied."""
+    record = json.loads((Path(__file__).parents[2] / "docs/benchmarks" / RECORDS[gpu]).read_text())
+    keys = 8 * (8500 * PAGE_BYTES[GLOBAL] + WINDOW * PAGE_BYTES[LOCAL]) / PAGE_TOKENS
+    least = (CONFIGS["fp8"].cost().weight_bytes + keys) / record["bytes_per_s"]
+    assert least < World((), gpu=gpu).step_s([(8500, 1)] * 8) < 1.3 * least
