@@ -65,8 +65,11 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the same order in all processes. Those of the real model come first: they take longest, and no process of
-    pytest-xdist is to end with one."""
+    pytest-xdist is to end with one. Long tests have an hour: five minutes may be too short on a busy machine."""
     items.sort(key=lambda item: ("model" not in item.keywords, item.path))
+    for item in items:
+        if "long" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 @pytest.hookimpl(tryfirst=True)
