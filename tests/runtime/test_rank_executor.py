@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,23 +92,26 @@ def test_a_rank_that_does_not_come_is_named(new_group, monkeypatch: pytest.Monke
         run_all([first, second], lambda end: end.sum_rows(torch.ones(3)))
 
 
+@pytest.mark.parametrize("change", [lambda row: row + 1e-3, lambda row: row.roll(2), lambda row: row[[2, 3, 0, 1]]])
 @pytest.mark.parametrize("when", ["before", "behind"])
 @pytest.mark.parametrize("method", ["sum_rows", "gather_columns"])
-def test_rows_that_were_overwritten_are_no_result(new_group, when: str, method: str) -> None:
-    """A rank's own, which all read, before they meet; or another's behind it, just before it is read."""
+def test_rows_that_were_overwritten_are_no_result(new_group, when: str, method: str, change: Any) -> None:
+    """A rank's own, which all read, before they meet; or another's behind it, just before it is read. Also by values
+    that are all there, at other places."""
     group, faults = new_group(2), [None, None]
     first, meet = group[0], group[0]._meet_ranks
 
     def overwrite(told: object) -> object:
         found = None if when == "before" else meet(told)
-        first._buffers[0, int(when == "behind"), 3] += 1e-3
+        shared = torch.from_numpy(first._buffers[0, int(when == "behind"), :4])
+        shared.copy_(change(shared).clone())
         return found or meet(told)
 
     first._meet_ranks = overwrite  # type: ignore[method-assign]
 
     def run(end: RankExchange) -> None:
         try:
-            getattr(end, method)(torch.ones(2, 3))
+            getattr(end, method)(torch.arange(4.0).view(2, 2))
         except RankError as error:
             faults[end.rank] = str(error)  # type: ignore[call-overload]
 
@@ -121,7 +125,7 @@ def test_rows_that_were_overwritten_are_no_result(new_group, when: str, method: 
 def test_ranks_with_different_rows_end_a_step_if_they_compare(
     tmp_path: Path, new_group, kernels: str, compares: bool
 ) -> None:
-    """Rows that no exchange shows: they differ behind it."""
+    """Rows that no exchange shows: they differ behind it, or in their order alone; or the head reads others."""
     write_tiny_source(tmp_path / "source")
     engine = build_engine(tmp_path / "source", tmp_path / "engine", tp_size=2, page_tokens=PAGE)
     options = ExecutorOptions(device="cpu", kernels=kernels, threads=1, kv_pages=PAGES, compare_ranks=compares)
@@ -131,7 +135,16 @@ def test_ranks_with_different_rows_end_a_step_if_they_compare(
     def run(end: RankExchange) -> StepResult:
         return parts[end.rank].execute(StepBatch([greedy_slice()]))
 
+    def read_other(end: RankExchange) -> torch.Tensor:
+        return parts[end.rank].logits(StepBatch([greedy_slice()]), torch.tensor([end.rank]))
+
+    def compare_moved(end: RankExchange) -> None:
+        end.compare_rows(torch.arange(4.0).roll(2 * end.rank))
+
     assert run_all(group, run)[0].sampled  # type: ignore
+    for different in (read_other, compare_moved):
+        with pytest.raises(RankError, match="different rows") if compares else nullcontext():
+            run_all(group, different)  # type: ignore[arg-type]
     add = group[1].sum_rows
     group[1].sum_rows = lambda x: add(x).add_(1e-3)  # type: ignore[method-assign]
     with pytest.raises(RankError, match="different rows") if compares else nullcontext():

@@ -2,7 +2,7 @@
 
 Knows rows and ranks; must not know the model, steps, or who starts ranks. Invariants: sums are in rank order, so all
 ranks hold the same bits; a rank waits neither for one that has ended nor for ever for one that hangs. Rows that are
-read have the checksum that their writer sent beside the shared memory, so none that was overwritten gets into a result.
+read have the CRC that their writer sent beside the shared memory, so none that was changed or moved gets into a result.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +69,12 @@ class RankExchange:
                     part += other
         return x
 
-    def compare_rows(self, x: torch.Tensor) -> None:
-        """Compare the bits of `x`, float32 and contiguous, of all ranks, where `compares` says so. Raises RankError."""
-        if self.compares and len({*self._meet_ranks(_sum_bits(x.view(-1).numpy())).values()}) > 1:
+    def compare_rows(self, *parts: torch.Tensor) -> None:
+        """Compare the bits of contiguous rows of all ranks, where `compares` says so. Raises RankError."""
+        if not self.compares:
+            return
+        told = reduce(lambda before, part: zlib.crc32(part.view(torch.uint8).numpy().data, before), parts, 0)
+        if len({*self._meet_ranks(told).values()}) > 1:
             raise RankError("ranks hold different rows behind the last layer")
 
     def find_own_tokens(self, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,29 +115,29 @@ class RankExchange:
 
     def _share(self, part: Floats, into: Floats | None = None) -> Floats:
         """Show `part` to all ranks; return a copy of what all have shown, [ranks, len(part)]. Raises RankError."""
-        shared, told = self._buffers[self._turn, :, : len(part)], _sum_bits(part)
+        shared, told = self._buffers[self._turn, :, : len(part)], zlib.crc32(part.data)
         self._turn ^= 1
         shared[self.rank] = part
         right, found = self._meet_ranks(told), np.empty_like(shared) if into is None else into
         found[:] = shared  # what is compared changes no more
-        for rank, bits in enumerate(_sum_bits(found).tolist()):
-            if bits != right[rank]:
+        for rank, rows in enumerate(found):
+            if zlib.crc32(rows.data) != right[rank]:
                 raise RankError(f"what rank {rank} gave to an exchange was changed")
         return found
 
-    def _meet_ranks(self, told: np.int64) -> dict[int, int]:
+    def _meet_ranks(self, told: int) -> dict[int, int]:
         """Wait until all ranks are here; return what each has told. A system call orders memory before and after it."""
         for peer in self._peers.values():
             with suppress(OSError):  # of a rank that has ended, which is noticed below
-                peer.send(told.tobytes())  # it never waits: at most two are on their way
-        found = {self.rank: int(told)}
+                peer.send(told.to_bytes(4, "little"))  # it never waits: at most two are on their way
+        found = {self.rank: told}
         for rank, peer in self._peers.items():
             while (data := _receive_sum(peer)) is None:
                 if not self._is_alive(rank):
                     raise RankError(f"rank {rank} hangs")
             if not data:
                 raise RankError(f"rank {rank} has ended")
-            found[rank] = int.from_bytes(data, sys.byteorder, signed=True)
+            found[rank] = int.from_bytes(data, "little")
         return found
 
 
@@ -143,15 +146,10 @@ def _split_parts(flat: torch.Tensor) -> list[Floats]:
     return [values[begin : begin + size] for begin in range(0, len(values) or 1, size)]
 
 
-def _sum_bits(rows: Floats) -> Any:
-    """Sum the bits of each row, as integers."""
-    return np.add.reduce(rows.view(np.int32 if rows.shape[-1] % 2 else np.int64), -1, np.int64)
-
-
 def _receive_sum(peer: socket.socket) -> bytes | None:
     """Receive what was sent at once; none when the other side has ended, None when it has sent nothing for GLANCE_S."""
     try:
-        return peer.recv(8)
+        return peer.recv(4)
     except TimeoutError:
         return None
     except OSError:

@@ -224,7 +224,7 @@ class NativeOps:
         self._run_steps()
         if self._ranks is not None:
             residual = self._find_buffer("residual", torch.float32, self._spec.hidden_size)
-            self._ranks.compare_rows(residual[: self._rows["tokens"]])
+            self._ranks.compare_rows(residual[: self._rows["tokens"]], x[: self._rows["samples"]])
             out = self._ranks.gather_columns(out)
         cap = self._spec.final_logit_softcapping
         return out if cap is None else out.div_(cap).tanh_().mul_(cap)

@@ -202,7 +202,7 @@ class TorchOps:
         operand, scale = _round_operand(x, self._model.dtype)
         logits = _multiply(operand, self._model.weights[LM_HEAD], scale)
         if self._ranks is not None:
-            self._ranks.compare_rows(self._residual)
+            self._ranks.compare_rows(self._residual, x)
             logits = self._ranks.gather_columns(logits)
         cap = self._spec.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
