@@ -214,11 +214,24 @@ def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: r
 @contextmanager
 def watched(engine: Engine) -> Iterator[dict[str, float]]:
     """Where a round's time goes: seconds of the engine's steps by kind, and samples of the tiers, every SAMPLE_S, while
-    the disk reads."""
+    the disk reads. Of a step also what its thread took, waits for the device and the tiers apart: by the clock, and as
+    CPU time. Where that is far less, the thread waited for the interpreter, the driver or a processor."""
     found, over, tiers = dict[str, float](), threading.Event(), engine.core.scheduler.manager.tiers
     ended, waits = list[float](), list[float]()
     samples, gaps = list[tuple[float, ...]](), {"load": list[float](), "decode": list[float]()}
     store = tiers.store if tiers is not None else None
+    took = {kind: [0.0, 0.0] for kind in gaps}
+
+    def count(sign: int) -> None:
+        for i, now in enumerate((time.perf_counter(), time.thread_time())):
+            took["load" if loading[0] else "decode"][i] += sign * now
+
+    def timed_wait(wait: Any, *args: Any) -> Any:
+        count(1)
+        try:
+            return wait(*args)
+        finally:
+            count(-1)
 
     def sample() -> None:
         at = time.perf_counter()
@@ -231,9 +244,11 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
                 samples.append((at - since, len(loads), up, len(pool.live), *counts))
 
     def timed_step() -> list[Any]:
-        begun, loading = time.perf_counter(), engine.core.scheduler.is_loading
+        begun, loading[0] = time.perf_counter(), engine.core.scheduler.is_loading
+        count(-1)
         outputs = step()
-        gaps["load" if loading else "decode"].append(time.perf_counter() - begun)
+        count(1)
+        gaps["load" if loading[0] else "decode"].append(time.perf_counter() - begun)
         return outputs
 
     def timed_upload(copies: Any, *args: Any) -> None:
@@ -247,8 +262,11 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
             ended.append(came[id(copy)] - begun)
         report(way, apply, move, begun, outcome)
 
-    came, step = dict[int, float](), engine.core.step
-    engine.core.step = timed_step  # type: ignore[method-assign]
+    came, step, loading, core = dict[int, float](), engine.core.step, [False], engine.core
+    waits_of = [(core, "_wait_or_fail"), (core.executor, "collect")]
+    core.step = timed_step  # type: ignore[method-assign]
+    for owner, name in waits_of:
+        setattr(owner, name, partial(timed_wait, getattr(owner, name)))
     patched: Any = nullcontext()
     if store is not None and tiers is not None:
         upload, report = tiers.up.upload_pages, tiers.movers.post_timed
@@ -262,7 +280,8 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
         yield found
         over.set()
         thread.join()
-    del engine.core.step
+    for owner, name in (*waits_of, (core, "step")):
+        delattr(owner, name)
     if store is not None and tiers is not None:
         del tiers.up.upload_pages
         seconds = sum(sample[0] for sample in samples)
@@ -276,6 +295,8 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     for name, values in gaps.items():
         found[f"steps, {name}"], found[f"s in them, {name}"] = len(values), sum(values)
         found[f"longest, {name}"] = max(values, default=0.0)
+        found |= {f"ms of the thread, {name}": 1e3 * took[name][0] / max(1, len(values))}
+        found |= {f"CPU ms, {name}": 1e3 * took[name][1] / max(1, len(values))}
     found["engine thread, CPU s"] = time.thread_time() - cpu
 
 
