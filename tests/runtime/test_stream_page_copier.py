@@ -373,7 +373,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         copier.to_device("global", [3], [[memoryview(bytearray(b"\7" * 32))]], lambda *_: None)  # and 96 to 128: page 2
         copier.flush()
         compute.run_all()
-        for lane in (into, out, compute, into):
+        for lane in (into, behind, out, compute, into, behind):
             lane.run_all()
         assert done.wait(60)
         seen[overlapping] = bytes(host), bytes(memory[96:128].numpy())
