@@ -72,6 +72,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_garbage(request: pytest.FixtureRequest) -> None:
+    """A module that collects garbage walks over its own objects, and not over all that others have loaded."""
+    if getattr(request.module, "gc", None) is gc:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test marked `forks` runs in a process that does nothing else: what it forks inherits no lock that another

@@ -56,7 +56,7 @@ class Device:
         return True
 
     def unpin_all(self) -> None:
-        pass
+        self.open = False  # the copier is closed: else the thread would look for work to the end of the run
 
 
 class _Page:
@@ -144,5 +144,4 @@ class LateExecutor(AheadFakeExecutor):
 
     def close(self) -> None:
         self.copier.close()
-        self.device.open = False
         self.device.thread.join()
