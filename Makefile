@@ -28,7 +28,8 @@ test-install: setup  ## the CPU kernels by each compiler that is here, and an in
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pytest -m "long or not long" -rs tests/cpu_kernels/test_compilers.py tests/project/test_packaging.py
 
 test-targets: setup  ## compiles all GPU kernels for sm80 to sm120; no GPU needed, minutes
-	$(PY) -m pytest -m long tests/engine/test_triton_backend.py
+	$(PY) -m pytest -m long tests/engine/test_triton_backend.py tests/gpu_kernels/test_dependent_launch.py tests/gpu_kernels/test_step_aot.py \
+	  tests/gpu_kernels/test_page_masses.py tests/gpu_kernels/test_page_code_kernel.py
 
 test-long: setup  ## soak and fault tests with long profiles
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m long --hypothesis-profile exploring

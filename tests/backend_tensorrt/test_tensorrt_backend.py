@@ -126,12 +126,14 @@ def test_every_dtype(dtype: str, built: Built, make_source: MakeSource, tmp_path
         assert plan["precisions"][wanted] > 0
 
 
+@pytest.mark.long
 def test_an_untied_head_and_fp8_pages(make_source: MakeSource, tmp_path: Path) -> None:
     index = build(make_source(tied=False), tmp_path / "engine", dtype="float16", kv_dtype="fp8")
     head = next(t for t in index["tensors"]["decode"] if t["name"] == "lm_head.weight")
     assert head["parts"] == ["lm_head.weight"]
 
 
+@pytest.mark.long
 def test_two_builds_differ_in_nothing_that_matters(built: Built, tmp_path: Path) -> None:
     again = build(built.source, tmp_path / "two", dtype="bfloat16")
     assert built.index == again, "inputs, outputs, layers, kernels, memory"

@@ -132,7 +132,12 @@ def test_random_schedules_give_the_tokens_of_the_torch_executor(window: int, lay
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "bound"), [("bfloat16", None, 0.02), ("float16", "fp8", 0.01), ("float32", "fp8", 1e-4)]
+    ("dtype", "kv_dtype", "bound"),
+    [
+        ("bfloat16", None, 0.02),
+        pytest.param("float16", "fp8", 0.01, marks=pytest.mark.long),
+        ("float32", "fp8", 1e-4),
+    ],
 )
 def test_rounded_engines_stay_near(dtype: str, kv_dtype: str | None, bound: float, tmp_path: Path) -> None:
     """The median, because a value that falls between two of E4M3 may go either way, and then far."""
@@ -147,6 +152,7 @@ def test_an_engine_with_fp8_weights(tmp_path: Path) -> None:
     assert statistics.median(errors) < 0.05 and max(errors) < 0.5
 
 
+@pytest.mark.long
 def test_a_window_that_slides_several_times(tmp_path: Path) -> None:
     model = tiny_model(6, sliding_window=5, num_hidden_layers=3, sliding_window_pattern=3)
     assert LIMITS.entries(model.spec, LOCAL) == 64, "the cache must be much shorter than the sequence"

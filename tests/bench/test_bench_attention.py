@@ -65,6 +65,7 @@ def test_tables() -> None:
     assert worst == pytest.approx(0.2 / 32) and "| 1 | 100 | 10.00 ms | 12.00 ms | 0.62 % |" in text
 
 
+@pytest.mark.long
 def test_the_gpu_bench_measures_as_often_as_its_rows_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rehearsed with a tiny engine on the CPU."""
     monkeypatch.setattr(on_gpu, "PROMPT_TOKENS", range(10, 60))

@@ -26,6 +26,7 @@ def test_the_tolerance() -> None:
     assert shortfall(0.3, 0.4) < 0
 
 
+@pytest.mark.long
 def test_a_policy_out_of_tolerance_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """LFU is far below LRU on an LRU stack, the default is not."""
     arguments = ["--seeds", "1", "--capacities", "20", "--workload", "LRU stack"]

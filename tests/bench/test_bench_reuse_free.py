@@ -12,6 +12,7 @@ from benchmarks.kv import on_gpu, reuse_free
 from wicore_trt.engine.build import build_engine
 
 
+@pytest.mark.long
 def test_the_rounds_find_nothing_and_copies_run_beside_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = {
         "PROMPTS": 5,

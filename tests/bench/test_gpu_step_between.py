@@ -28,6 +28,7 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - begun
 
 
+@pytest.mark.long
 def test_each_measure_runs_the_graph_as_often_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonExecutor, "_prepare_steps", lambda self, sizing=False: None)
     model = small_model(3, num_hidden_layers=1, sliding_window_pattern=1)

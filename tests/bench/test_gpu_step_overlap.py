@@ -42,6 +42,7 @@ class Hasty:
             self._held = None
 
 
+@pytest.mark.long
 def test_replays_agree_unless_a_kernel_comes_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TritonExecutor, "_prepare_steps", lambda self, sizing=False: None

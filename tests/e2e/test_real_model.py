@@ -65,11 +65,12 @@ def many_lengths(count: int) -> list[int]:
 
 
 @real
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lengths", "orders"),
     [
         pytest.param((9, 70, 21), 1, id="few"),  # the second one has a page of 64 tokens
-        pytest.param(many_lengths(32), 2, id="many", marks=pytest.mark.long),  # windows of 512 slide
+        pytest.param(many_lengths(32), 2, id="many"),  # windows of 512 slide
     ],
 )
 def test_tokens_do_not_depend_on_the_batch(llm, lengths, orders):

@@ -218,7 +218,7 @@ def test_what_is_absent_or_not_finite_spoils_its_own_sequence_alone(run: Runner)
 LARGE, SMALL = PoolShape(10, 32, 16, 128, "bfloat16"), PoolShape(3, 16, 1, 256, "fp8")
 
 
-@pytest.mark.parametrize("target", targets("sm90"))
+@pytest.mark.parametrize("target", targets())  # `make test-targets`
 @pytest.mark.parametrize(("pool", "heads"), [(LARGE, 32), (SMALL, 4)])
 def test_the_kernels_compile(pool: PoolShape, heads: int, target: str) -> None:
     specs = logsums_spec(pool, "bfloat16", heads, target), masses_spec(pool, heads)

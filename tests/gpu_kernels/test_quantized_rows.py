@@ -149,7 +149,7 @@ def test_parts_of_a_row() -> None:
         assert sum(parts) >= width and all(p & (p - 1) == 0 for p in parts) and sum(parts) < 1.25 * width + 1
 
 
-@pytest.mark.parametrize("target", targets("sm80", "sm90"))
+@pytest.mark.parametrize("target", targets("sm90"))
 def test_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With instructions where they are: conversions in pairs, and one division a row."""
     texts = recorded_ptx(monkeypatch)

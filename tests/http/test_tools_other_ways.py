@@ -131,7 +131,7 @@ async def over_grpc(running, request: pb2.GenerateRequest) -> Answer:
     return put_together(deltas)
 
 
-@pytest.mark.parametrize("answer", [None, DONE], ids=["text", "schema"])
+@pytest.mark.parametrize("answer", [pytest.param(None, marks=pytest.mark.long), DONE], ids=["text", "schema"])
 @pytest.mark.parametrize("choice", [*CHOICES])
 async def test_every_way_gives_the_same_calls(choice: str, answer: dict | None):
     async with serving(make_constrained_engine()) as running:

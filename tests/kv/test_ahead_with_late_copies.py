@@ -19,8 +19,9 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 @pytest.mark.parametrize(
     ("policy", "disk"),
     [
-        *(("through", True), ("back", False), ("selective", True)),
-        *(pytest.param(*p, marks=pytest.mark.long) for p in (("through", False), ("back", True), ("selective", False))),
+        *(("through", True), ("back", False)),
+        *(pytest.param(*p, marks=pytest.mark.long) for p in (("through", False), ("back", True))),
+        *(pytest.param("selective", disk, marks=pytest.mark.long) for disk in (False, True)),
     ],
 )
 def test_random_traffic(tmp_path, monkeypatch, policy, disk):

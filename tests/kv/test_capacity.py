@@ -53,7 +53,8 @@ def serve(manager, tokens: list[int], prompt: int) -> None:
     manager.tiers.wait_idle(60)
 
 
-@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("turns", [1, 4])
 def test_a_32k_conversation_of_27b_takes_a_fifth_of_all_layers_or_less(turns):
     context, rng = 32_768, random.Random(turns)
     layout = KVLayout(PAGE_TOKENS, "bfloat16", {GLOBAL: 1200, LOCAL: 300}, PAGE_BYTES)

@@ -257,7 +257,8 @@ def answers_tell(swapped: bool = False) -> list[TraceRequest]:
     return out
 
 
-@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("swapped", [False, True])
 def test_the_length_of_answers_tells_which_prompts_come_back(swapped: bool) -> None:
     """Which of the two it is is learnt. LRU would need 4,000 pages for one hit."""
     requests = answers_tell(swapped)

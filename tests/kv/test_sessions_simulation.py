@@ -17,7 +17,8 @@ DISK = World(((0.0, 1.65e9),))
 RECORDS = {"h200": "gpu-kv-h200-1126.json", "h100": "gpu-kv-h100.json"}
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_host_tier_for_half_of_the_conversations_keeps_a_third_of_them_in_random_order(seed: int) -> None:
     """Least recently used first finds a fifth: who has not come for longest comes next. The policy learns that within
     two rounds."""

@@ -158,6 +158,7 @@ def test_images_that_are_dropped_pasted_and_attached_are_answered(opened, url):
     expect(page.locator(".ask .error")).to_contain_text("text alone")
 
 
+@pytest.mark.long
 def test_stop_ends_the_request_on_the_server(opened, url):
     page = opened(f"{url}/#chat")
     ask(page, prompt_with(450))
@@ -177,6 +178,7 @@ def test_stop_ends_the_request_on_the_server(opened, url):
     assert page.evaluate("document.activeElement.id") == "ask"
 
 
+@pytest.mark.long
 def test_a_failed_answer_can_be_tried_again(opened, url):
     page = opened(f"{url}/#chat", allowed="503")
     error = '{"error": {"message": "<b>busy</b>", "type": "x", "param": null, "code": null}}'
@@ -190,6 +192,7 @@ def test_a_failed_answer_can_be_tried_again(opened, url):
     assert last_answer(page).locator(".text").evaluate("e => e.textContent") == answer_to("hello")
 
 
+@pytest.mark.long
 def test_settings_are_sent_and_text_goes_on_without_a_template(opened):
     with server(chat=False) as url:
         page = opened(f"{url}/#chat")
@@ -234,6 +237,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(opened):
         page.close()
 
 
+@pytest.mark.long
 def test_a_phone_shows_both_views_without_sideways_scroll(opened, url):
     page = opened(url, viewport={"width": 360, "height": 640})
     expect(page.locator(".chart canvas")).to_have_count(6)
@@ -246,6 +250,7 @@ def test_a_phone_shows_both_views_without_sideways_scroll(opened, url):
     assert page.evaluate(wide) <= 360
 
 
+@pytest.mark.long
 def test_the_keyboard_alone_is_enough(opened, url):
     page = opened(url)
     expect(number(page, "state")).to_have_text("serving")
@@ -276,6 +281,7 @@ def test_the_keyboard_alone_is_enough(opened, url):
     assert page.evaluate(f"{unnamed} && !e.ariaLabel && !e.textContent.trim()).length") == 0
 
 
+@pytest.mark.long
 def test_dark_follows_the_system_until_it_is_chosen(opened, url):
     back = "getComputedStyle(document.documentElement).backgroundColor"
     page = opened(url, color_scheme="dark")

@@ -172,7 +172,11 @@ def begin(seeing: Seeing, driver: Driver, prompt: Prompt, cuts: Sequence[int] = 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "page_tokens"), [(16, 5, 4), (16, 19, 8), (4, 6, 16), (64, 66, 16), (1, 3, 4)]
+    ("tokens", "window", "page_tokens"),
+    [
+        *((16, 5, 4), (4, 6, 16)),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((16, 19, 8), (64, 66, 16), (1, 3, 4))),
+    ],
 )
 def test_images_in_every_order_with_text(tokens: int, window: int, page_tokens: int, kernels: str) -> None:
     """0, 1, 2 and 5 of them, at the front, at the end, side by side but for one token; alone, in company, cut at random

@@ -69,7 +69,7 @@ def expected_masses(model: TinyModel, token_ids: Sequence[int], page_tokens: int
     return masses
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 8))])
 def test_masses_are_those_of_plain_attention(seed: int, kernels: str) -> None:
     """Ragged batches of prefill and decode slices in random slots of poisoned pools; GQA; each global layer in turn."""
     model, rng = tiny_model(seed + 300, sliding_window_pattern=2), random.Random(seed)

@@ -89,9 +89,9 @@ def test_uniform_numbers_are_counter_based() -> None:
     "params",
     [
         SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.5),
-        SamplingParams(temperature=2.0, top_k=7),
-        SamplingParams(temperature=1.3, top_p=0.8),
+        pytest.param(SamplingParams(temperature=0.5), marks=pytest.mark.long),
+        pytest.param(SamplingParams(temperature=2.0, top_k=7), marks=pytest.mark.long),
+        pytest.param(SamplingParams(temperature=1.3, top_p=0.8), marks=pytest.mark.long),
         SamplingParams(min_p=0.1, top_p=0.95, top_k=9),
     ],
     ids=str,

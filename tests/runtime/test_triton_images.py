@@ -116,6 +116,7 @@ def test_the_kernel_of_images_is_loaded_before_the_first_step() -> None:
     assert any(name.endswith("_ends") for name in launcher.launched)
 
 
+@pytest.mark.long
 def test_padding_changes_no_bit_of_steps_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with images run in graphs of their own, whatever lay in the memory before; logits and pages are those of
     the same steps launched as they are."""

@@ -62,7 +62,8 @@ def graphs_run(executor: TritonExecutor) -> list[int]:
     return run
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "fp8"])
+@pytest.mark.long
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 def test_a_measured_step_runs_in_its_graph_and_changes_no_bit(kv_dtype: str) -> None:
     model, rng = small_model(random.randrange(1000), num_hidden_layers=4), random.Random()
     given = {**LIMITS, "batch_invariant": rng.random() < 0.5}

@@ -117,7 +117,7 @@ def lengths_of(rng: random.Random, count: int) -> Iterator[list[int]]:
     ("kv_dtype", "kept", "prepares"),
     [
         pytest.param("fp8", 768, True, marks=pytest.mark.long),
-        ("fp8", 768, False),
+        pytest.param("fp8", 768, False, marks=pytest.mark.long),
         ("bfloat16", 9, True),  # fewer steps, so that there is time for those that prepare
     ],
 )

@@ -97,6 +97,7 @@ def test_steps_with_long_slices_compute_what_the_oracle_does(
     assert max(errors) < (0.3 if fp8 else 0.12 if kv_dtype == "fp8" else 0.02), errors
 
 
+@pytest.mark.long
 def test_several_segments_and_two_long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A span of several segments, and slices behind each other in a step, one without rows left over. Each row of what
     the attention gives is that of the kernel alone."""
@@ -179,6 +180,7 @@ def test_few_tokens_behind_many_share_their_keys(kv_dtype: str, monkeypatch: pyt
     assert [sum(name.startswith("add_splits") for name in names) for names in launched] == [3, 0]
 
 
+@pytest.mark.long
 def test_models_with_more_heads_than_their_mlp_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel leaves is float32, and wider than all that products of bfloat16 rows give."""
     model = small_model(3, num_attention_heads=8, intermediate_size=16)
