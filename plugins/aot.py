@@ -28,11 +28,11 @@ Constant = int | float | bool
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Specialisation of a kernel, `function`, which is a `triton.jit` function. `signature` gives the Triton types of
-    its arguments in order: "*fp16", "*i32", "i32", "i64", "fp32", ... It leaves out constants and what has a default.
+    """Specialisation of a kernel, `function`, which is Triton's or Gluon's. `signature` gives the Triton types of its
+    arguments in order: "*fp16", "*i32", "i32", "i64", "fp32", ... It leaves out constants and what has a default.
     Arguments in `aligned` are multiples of 16 (a pointer: bytes; an integer: its value), which vectorises loads; the
     launcher checks it. `dependent` is a mode of `plugins.dependent` and becomes the function's constant DEPENDENT, if
-    any."""
+    any. `registers`: the most of a thread, 0: as many as there are."""
 
     name: str
     function: Any
@@ -42,6 +42,7 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 2
     dependent: int = ORDINARY
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
     except ImportError as error:
         raise EnvironmentUnfitError("Triton is not installed.", fix=install_command("triton")) from error
     names = spec.function.arg_names
@@ -102,7 +104,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     constants |= {**spec.constants, **({DEPENDENT: spec.dependent} if DEPENDENT in names else {})}
     assert {*spec.signature, *constants} == {*names}, f"{spec.name}: arguments without a type or a value"
     assert [n for n in names if n in spec.signature] == list(spec.signature), f"{spec.name}: order of arguments"
-    source = ASTSource(
+    source = (GluonASTSource if spec.function.is_gluon() else ASTSource)(
         fn=spec.function,
         signature={n: spec.signature.get(n, "constexpr") for n in names},
         constexprs=constants,
@@ -110,6 +112,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     )
     # Without fusion of multiplication and addition a value does not depend on what the compiler finds beside it.
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": False}
+    options |= {"maxnreg": spec.registers} if spec.registers else {}
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True  # a tenth of the size
         built = triton.compile(source, target=GPUTarget("cuda", int(target.removeprefix("sm")), 32), options=options)

@@ -38,7 +38,7 @@ step of 32 rows over FP8 KV took 13.8 ms on an H200, alone 12.9, and no step of 
 
 IN_CHAINS = (
     *("add_norm", "qk_norm_rope_write", "quantize_rows", "quantize_parts", "linear_vector", "linear_matrix"),
-    *("linear_q4", "meet", "gather_columns"),
+    *("linear_q4", "linear_q4_groups", "order_rows", "meet", "gather_columns"),
     *("split_decode", "combine_splits", "paged_prefill", "add_splits", "scan", "choose", "collect", "draw_filtered"),
 )
 """Functions of kernels that take turns; all others are ORDINARY, `embed_norm` on purpose."""

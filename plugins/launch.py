@@ -8,27 +8,32 @@ Kernels made for it are launched before the one in front has ended (programmatic
 captured graph. `plugins.dependent` explains why results stay the same.
 
 Parameters of a Triton 3.6 kernel: its arguments without the constants, then a global and a profile scratch pointer,
-which are null because `aot.compile_kernel` takes no kernel that uses them (triton/backends/nvidia/driver.py).
+which are null because `aot.compile_kernel` takes no kernel that uses them (triton/backends/nvidia/driver.py). A tensor
+map is a parameter of 128 bytes, followed by its extents and strides, which no kernel reads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, TensorMap
 
 WARP = 32
 DEFAULT_SHARED = 48 * 1024  # dynamic shared memory of a block that needs no opt-in
 C_CODES = {"i32": "i", "i64": "q", "fp32": "f"}
-"""Codes of `struct` by type; other types are pointers."""
+"""Codes of `struct` by type; other types are pointers or MAP_TYPE."""
+MAP_TYPE = re.compile(r"tensordesc<(?P<item>\w+)\[(?P<box>[\d, ]+)\],.*swizzle_byte_width=(?P<swizzle>\d+)")
+ITEM_TYPES, SWIZZLES = {"i32": 3, "fp16": 6, "bf16": 9}, {"0": 0, "32": 1, "64": 2, "128": 3}
+"""CUtensorMapDataType and CUtensorMapSwizzle by Triton's names."""
 
 
 class Launcher(Protocol):
@@ -39,19 +44,28 @@ class Launcher(Protocol):
 
 class ParameterBlock:
     """Parameters of a kernel's launches in C types, and the array of their addresses that cuLaunchKernel reads. All
-    launches fill the same memory, which the driver copies."""
+    launches fill the same memory, which the driver copies. `encode` finds a tensor map's address by its type."""
 
-    def __init__(self, kernel: CompiledKernel) -> None:
-        self._kernel = kernel
-        self._names = [name for name, _ in kernel.arguments]
+    def __init__(self, kernel: CompiledKernel, encode: Callable[[str, TensorMap], int] = lambda *_: 0) -> None:
+        self._kernel, self._encode = kernel, encode
+        plain = [(name, type_) for name, type_ in kernel.arguments if not MAP_TYPE.match(type_)]
+        self._names = [name for name, _ in plain]
         self._aligned = [name for name in self._names if name in kernel.aligned]
-        codes = [C_CODES.get(type_, "Q") for _, type_ in kernel.arguments] + ["Q", "Q"]
+        codes = [C_CODES.get(type_, "Q") for _, type_ in plain] + ["Q", "Q"]
         self._layout = struct.Struct("@" + "".join(codes))
         self._memory = ctypes.create_string_buffer(self._layout.size)
         ends = [struct.calcsize("@" + "".join(codes[: n + 1])) for n in range(len(codes))]
         base = ctypes.addressof(self._memory)
         places = [base + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        self._addresses = (ctypes.c_void_p * len(codes))(*places)
+        self._maps, addresses, rest = list[tuple[int, str, str]](), list[int](), iter(places)
+        for name, type_ in kernel.arguments:
+            if found := MAP_TYPE.match(type_):
+                self._maps.append((len(addresses), name, type_))
+                addresses += [places[-1]] * (1 + 2 * len(found["box"].split(",")))
+            else:
+                addresses.append(next(rest))
+        addresses += rest
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         self.address = ctypes.addressof(self._addresses)
 
     def fill_parameters(self, arguments: Mapping[str, Any]) -> None:
@@ -61,8 +75,10 @@ class ParameterBlock:
             values, bits = [arguments[name] for name in self._names], 0
             for name in self._aligned:
                 bits |= arguments[name]
-            if len(values) == len(arguments) and not bits & 15:
+            if len(values) + len(self._maps) == len(arguments) and not bits & 15:
                 self._layout.pack_into(self._memory, 0, *values, 0, 0)
+                for place, name, type_ in self._maps:
+                    self._addresses[place] = self._encode(type_, arguments[name])
                 return
         except (KeyError, struct.error, OverflowError):
             pass
@@ -75,6 +91,8 @@ def _describe_misfit(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> st
         return f"{kernel.name}: missing or unknown arguments {sorted(names ^ {*arguments})}"
     for name, type_ in kernel.arguments:
         value = arguments[name]
+        if MAP_TYPE.match(type_):
+            continue
         if name in kernel.aligned and value & 15:
             return f"{kernel.name}: {name} = {value} is no multiple of 16"
         try:
@@ -109,6 +127,7 @@ class CudaLauncher:
         self._digests: dict[int, tuple[CompiledKernel, bytes]] = {}
         self._lock = threading.Lock()
         self._ready = threading.local()
+        self._maps: dict[tuple[str, TensorMap], Any] = {}
 
     def launch(self, kernel: CompiledKernel, call: Launch, stream: int) -> None:
         """Launch on the stream with this handle (0: the default stream) of the current context. A grid with a 0
@@ -117,7 +136,8 @@ class CudaLauncher:
         blocks: dict[int, _Prepared] = self._ready.__dict__.setdefault("blocks", {})
         prepared = blocks.get(id(kernel))
         if prepared is None:
-            prepared = blocks[id(kernel)] = _Prepared(kernel, ParameterBlock(kernel), (kernel.num_warps * WARP, 1, 1))
+            parameters = ParameterBlock(kernel, self._encode_map)
+            prepared = blocks[id(kernel)] = _Prepared(kernel, parameters, (kernel.num_warps * WARP, 1, 1))
         parameters = prepared.parameters
         parameters.fill_parameters(call.arguments)
         if 0 in call.grid:
@@ -138,6 +158,15 @@ class CudaLauncher:
         self._call_driver(
             "cuLaunchKernel", function, *call.grid, *block, kernel.shared_bytes, stream, parameters.address, 0
         )
+
+    def _encode_map(self, type_: str, array: TensorMap) -> int:
+        """Find the address of an encoded map, which is made once and kept. cuda-bindings' own call gives an object that
+        need not lie at a multiple of 64, as the driver asks."""
+        if (type_, array) not in self._maps:
+            self._driver = self._driver or _cuda_driver()
+            function = self._call_driver("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
+            self._maps[type_, array] = encode_map(int(function), type_, array)
+        return ctypes.addressof(self._maps[type_, array])
 
     def _find_context(self) -> int:
         if self._driver is None:
@@ -178,6 +207,27 @@ class CudaLauncher:
                 )
             raise RuntimeError(f"{name} failed: {error}")
         return values[0] if values else None
+
+
+def encode_map(function: int, type_: str, array: TensorMap) -> Any:
+    """Encode by cuTensorMapEncodeTiled at address `function`: 128 bytes, at a multiple of 64. Raises RuntimeError."""
+    found = MAP_TYPE.match(type_)
+    assert found and len(array.extents) == len(array.strides) + 1
+    memory = ctypes.create_string_buffer(128 + 64)
+    encoded = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    rank, box = len(array.extents), [int(size) for size in found["box"].split(",")]
+    longs, ints = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    encode = ctypes.CFUNCTYPE(
+        ctypes.c_int, *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64), *[ctypes.c_void_p] * 4,
+        *[ctypes.c_int] * 4,
+    )(function)  # fmt: skip
+    status = encode(
+        ctypes.addressof(encoded), ITEM_TYPES[found["item"]], rank, array.address, longs(*array.extents[::-1]),
+        longs(*array.strides[::-1]), ints(*box[::-1]), ints(*[1] * rank), 0, SWIZZLES[found["swizzle"]], 2, 0,
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed: {status} ({array}, {type_})")
+    return encoded
 
 
 def dependent_config(driver: Any, block: tuple[int, int, int], shared_bytes: int) -> Any:

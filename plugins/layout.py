@@ -78,6 +78,15 @@ class Slices(NamedTuple):
     key_ends: Any = None
 
 
+class TensorMap(NamedTuple):
+    """Array of which a kernel copies boxes by the tensor memory unit: `extents` in elements, outermost first, and bytes
+    from one element to the next along all dimensions but the last, whose elements are neighbours."""
+
+    address: Any
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class Launch(NamedTuple):
     """Grid and arguments by name. A grid with a 0 has nothing to do and must not be launched."""
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, TensorMap
 from wicore_trt.weight_format import WeightFormat
 
 VECTOR: Final = "vector"
 MATRIX: Final = "matrix"
 TILES: Final = "tiles"
+GROUPS: Final = "groups"
 MAX_SPLITS = 16
 FLOAT16_EXPONENT = 15  # results up to 2**15 fit float16 (65504) with a factor of two to spare
 
@@ -63,9 +64,11 @@ class LinearConfig:
     parts, summed in order by the part that ends last. `block_n` counts outputs: with geglu a program reads twice as
     many rows of weights. `evict_first` suits weights that one launch reads once, that is, few rows. "tiles" is "matrix"
     for weights of 4 bits (`kernels.linear_q4`): block_k / 32 warps share the rows of a program; `unroll` blocks of
-    weights and `num_stages` of x are on their way to each; geglu may be split. No bit depends on these."""
+    weights and `num_stages` of x are on their way to each; geglu may be split. No bit depends on these. "groups" is
+    "tiles" by warp groups (`kernels.linear_q4_groups`), on sm90, without minimums and of ordered x: a warp has 32 rows
+    of weights, and `num_stages` steps of `block_k` columns have places in shared memory."""
 
-    kind: Literal["vector", "matrix", "tiles"]
+    kind: Literal["vector", "matrix", "tiles", "groups"]
     block_n: int
     block_k: int
     columns: int = 1
@@ -85,6 +88,8 @@ class LinearConfig:
             assert self.columns >= 8 and self.block_n >= 16 and self.block_k >= 32
         if self.kind == TILES:
             assert self.num_warps % self.warps_k == 0 and self.block_n % (32 * self.warps_n) == 0
+        if self.kind == GROUPS:
+            assert self.num_warps in (4, 8) and self.columns <= 32 and self.block_k == 128
 
     @property
     def warps_k(self) -> int:
@@ -98,7 +103,7 @@ class LinearConfig:
     def short_name(self) -> str:
         text = f"{self.kind[0]}{self.block_n}x{self.block_k}"
         text += "" if self.kind == VECTOR else f"c{self.columns}s{self.splits}"
-        text += "" if self.kind == MATRIX else f"u{self.unroll}"
+        text += "" if self.kind in (MATRIX, GROUPS) else f"u{self.unroll}"
         return text + f"w{self.num_warps}p{self.num_stages}" + ("" if self.evict_first else "n")
 
     def count_tiles(self, shape: LinearShape, tokens: int) -> int:
@@ -109,11 +114,14 @@ class LinearConfig:
 
 
 def check_config(shape: LinearShape, config: LinearConfig) -> None:
-    assert (config.kind == TILES) == shape.four_bit
+    assert (config.kind in (TILES, GROUPS)) == shape.four_bit
     if config.kind == VECTOR:
         assert not shape.fp8_input, "one row is read faster in 16 bits than it is quantised"
         assert not shape.largest, "one row is not quantised"
-    if config.splits > 1:
+    if config.kind == GROUPS:
+        assert config.block_n * (2 if shape.geglu else 1) == 32 * config.num_warps and not shape.weights.minimums
+        assert shape.k % config.block_k == 0 and config.splits <= shape.k // config.block_k, "a split would be empty"
+    elif config.splits > 1:
         assert not shape.geglu or config.kind == TILES, "gate and up meet in one program"
         parts = div_ceil(shape.k, config.block_k)
         assert div_ceil(parts, config.splits) * (config.splits - 1) < parts, "a split would be empty"
@@ -153,9 +161,23 @@ def linear_launch(
         assert tokens in (0, 1), "the vector kernel takes one row"
         return Launch((config.count_blocks(shape) * tokens, 1, 1), arguments)
     more = {"partials": arrays.partials, "counters": arrays.counters, "tokens": tokens}
+    if config.kind == GROUPS:
+        arguments |= _map_arrays(shape, arrays, max(1, tokens))
+        return Launch((config.count_tiles(shape, tokens) * config.splits, 1, 1), {**arguments, **more})
     own = ("w_minimum",) if shape.four_bit else ("x_scale", "largest")
     more |= {name: getattr(arrays, name) for name in own}
     return Launch((config.count_tiles(shape, tokens), config.splits, 1), {**arguments, **more})
+
+
+def _map_arrays(shape: LinearShape, arrays: LinearArrays, tokens: int) -> dict[str, TensorMap]:
+    """Map what "groups" copies: x [K / 64, tokens, 64], so that a box is what a step's products take; words and scales
+    of strips of 32 rows, of gate and of up, block by block."""
+    halves, strips, words = shape.weight_rows // shape.n, shape.n // 32, shape.k // 32 * 512
+    return {
+        "x": TensorMap(arrays.x, (shape.k // 64, tokens, 64), (128, 2 * shape.k)),
+        "w": TensorMap(arrays.w, (halves, strips, shape.k // 32, 128), (strips * words, words, 512)),
+        "w_scale": TensorMap(arrays.w_scale, (halves, strips, shape.k), (strips * words // 8, words // 8)),
+    }
 
 
 def quantize_launch(constants: Mapping[str, Any], x: Any, out: Any, x_scale: Any, largest: Any, tokens: int) -> Launch:

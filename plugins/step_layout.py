@@ -50,6 +50,11 @@ def add_norm_launch(
     return Launch((rows, 1, 1), arguments)
 
 
+def order_launch(constants: Mapping[str, Any], x: Any, out: Any, rows: int) -> Launch:
+    """Launch `kernels.order.order_rows`."""
+    return Launch((rows, div_ceil(constants["K"], constants["BLOCK"]), 1), {"x": x, "out": out})
+
+
 def add_layer_norm_launch(
     residual: Any, added: Any, weights: tuple[Any, Any], out: Any, shape: tuple[int, int], eps: float
 ) -> Launch:

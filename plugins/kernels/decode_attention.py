@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import decode, halves
+from wicore_trt.plugins.kernels.order import order_columns
 from wicore_trt.plugins.kernels.turns import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -159,6 +160,7 @@ def split_decode(
     LEAST: tl.constexpr,
     FP8: tl.constexpr,
     FUSED: tl.constexpr,
+    ORDERED: tl.constexpr = False,
     DEPENDENT: tl.constexpr = 0,
 ):
     """out[s, h] = softmax(q[s, h] . K * softmax_scale) V over the last `window` (0: all) of kv_lengths[s] keys.
@@ -168,7 +170,8 @@ def split_decode(
     PAGE_TOKENS] (int32 [S, table_length]). kv_scale: float32, what E4M3 keys and values are multiplied by.
     Sequences that use more than one split leave float32 partials [S, heads, n_splits, D], and their maxima and sums of
     weights in stats [S, heads, 2, n_splits]; FUSED: the last program of (s, group of heads) to arrive adds them up,
-    counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after.
+    counting in arrived int32 [S, KV_HEADS // HEADS], which is 0 before and after. ORDERED, of one split: out has its
+    columns in the order of `kernels.order`.
     Grid: (KV_HEADS // HEADS, n_splits, S).
     """
     LIVE: tl.constexpr = HEADS * REPEAT  # rows in use
@@ -235,6 +238,8 @@ def split_decode(
     if used == 1:
         all_keys = tl.where(total == 0, 1.0, total)  # a sequence of length 0
         result = acc / all_keys[:, None] * factor
+        if ORDERED:
+            elements = (group * LIVE + row) * D + order_columns(column % D)
         tl.store(out + s * out_row + elements, result.to(out.dtype.element_ty), own)
         return
     tl.store(partials + ((heads + row) * n_splits + z) * D + column % D, acc * factor, own)

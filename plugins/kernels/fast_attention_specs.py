@@ -88,10 +88,13 @@ def _pool_type(pool: PoolShape) -> str:
     return "u8" if pool.dtype == "fp8" else FLOAT_TYPES[pool.dtype]
 
 
-def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig) -> KernelSpec:
-    """Specify `split_decode` of `heads` query heads of `dtype` over `pool`. Raises ConfigError for shapes that do not
-    fit."""
+def decode_spec(
+    pool: PoolShape, dtype: str, heads: int, target: str, config: DecodeConfig, *, ordered: bool = False
+) -> KernelSpec:
+    """Specify `split_decode` of `heads` query heads of `dtype` over `pool`; `ordered`, for one split, as
+    `kernels.order`. Raises ConfigError for shapes that do not fit."""
     repeat = _checked(pool, dtype, heads)
+    assert not ordered or config.splits == 1
     if pool.kv_heads % config.heads or config.block_k < 16 or config.block_k & (config.block_k - 1):
         raise ConfigError(f"{config} does not fit {pool}.", fix="Take a divisor of the heads and a power of two.")
     rows = 16
@@ -101,8 +104,9 @@ def decode_spec(pool: PoolShape, dtype: str, heads: int, target: str, config: De
         "D": pool.head_dim, "PAGE_TOKENS": pool.page_tokens, "KV_HEADS": pool.kv_heads, "REPEAT": repeat,
         "HEADS": config.heads, "ROWS": rows, "BLOCK_K": config.block_k, "LEAST": config.least,
         "FP8": _fp8(pool, target), "FUSED": config.fused and config.splits > 1,
+        **({"ORDERED": True} if ordered else {}),
     }  # fmt: skip
-    form = f"rows{'_fused' if constants['FUSED'] else ''}"
+    form = f"rows{'_fused' if constants['FUSED'] else ''}{'_ordered' if ordered else ''}"
     name = (
         f"decode_{pool.dtype}_{dtype}_{form}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_h{config.heads}_k{config.block_k}_l{config.least}_w{config.num_warps}_s{config.num_stages}"

@@ -12,9 +12,10 @@ from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.kernels.linear import linear_matrix, linear_vector
 from wicore_trt.plugins.kernels.linear_q4 import dequantize_q4, linear_q4
+from wicore_trt.plugins.kernels.linear_q4_groups import STEP, linear_q4_groups
 from wicore_trt.plugins.kernels.linear_quantize import quantize_parts, quantize_rows
 from wicore_trt.plugins.layout import FLOAT_TYPES
-from wicore_trt.plugins.linear_layout import TILES, VECTOR, LinearConfig, LinearShape, check_config
+from wicore_trt.plugins.linear_layout import GROUPS, TILES, VECTOR, LinearConfig, LinearShape, check_config
 
 EXACT_EVERY = 128
 """Products of E4M3 that sm90 may sum in its matrix unit before a float32 addition; cuBLAS's choice as well."""
@@ -22,6 +23,8 @@ QUANTIZED_PART = 2048
 """Columns of a program of `quantize_parts`."""
 DEQUANTIZED_WARPS, DEQUANTIZED_TILES = 4, 2
 """Warps of a program of `dequantize_q4`, and tiles of each."""
+GROUPS_REGISTERS = {8: 128, 16: 128, 32: 168}
+"""Registers of a thread of `linear_q4_groups` by columns: a multiprocessor has 16 warps of 128, or 12 of 168."""
 POINTERS = {"w_scale": "*fp32", "x_scale": "*fp32", "partials": "*fp32", "counters": "*i32", "largest": "*i32"}
 
 
@@ -29,8 +32,8 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
     """Specify the kernel of `shape` by `config` for `target` ("sm80", ...). Raises ConfigError for E4M3 inputs on a
     target whose matrix units do not take them."""
     check_config(shape, config)
-    if config.kind == TILES:
-        return _tiles_spec(shape, config)
+    if config.kind in (TILES, GROUPS):
+        return _tiles_spec(shape, config) if config.kind == TILES else _groups_spec(shape, config)
     native = int(target.removeprefix("sm")) >= 89
     if shape.fp8_input and not native:
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
@@ -77,6 +80,32 @@ def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
     }  # fmt: skip
     aligned = frozenset({"x", "w", "out", "w_scale", "w_minimum", "partials"})
     return KernelSpec(_name(shape, config, native=True), linear_q4, signature, constants, aligned, config.num_warps, 1)
+
+
+def _groups_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
+    """Boxes are those of `linear_layout.linear_launch`'s arrays."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    def box(item: str, *sizes: int, swizzle: int = 0) -> str:
+        layout = NVMMASharedLayout(swizzle, 32 if item == "i32" else 16, len(sizes))
+        return f"tensordesc<{item}{[*sizes]},{layout!r}>"
+
+    halves, step = 2 if shape.geglu else 1, STEP.value
+    strips = config.num_warps // halves
+    signature = {
+        "x": box(FLOAT_TYPES[shape.dtype], step // 2, config.columns, 64, swizzle=128),
+        "w": box("i32", halves, strips, step, 128), "out": "*" + FLOAT_TYPES[shape.out],
+        "w_scale": box("fp16", halves, strips, step * 32), "alpha": "fp32", "partials": "*fp32", "counters": "*i32",
+        "tokens": "i32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "N": shape.n, "K": shape.k, "W": config.num_warps, "COLUMNS": config.columns, "SPLITS": config.splits,
+        "STAGES": config.num_stages, "GEGLU": shape.geglu,
+    }  # fmt: skip
+    return KernelSpec(
+        _name(shape, config, native=True), linear_q4_groups, signature, constants, frozenset({"out", "partials"}),
+        config.num_warps, 1, registers=GROUPS_REGISTERS[config.columns],
+    )  # fmt: skip
 
 
 def dequantize_spec(shape: LinearShape) -> KernelSpec:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from wicore_trt.plugins.kernels.e4m3 import magnitude_bits, quantize_row, row_scale
 from wicore_trt.plugins.kernels.exchange import find_blocks, find_twin, push_row, sum_pulled, sum_pushed
+from wicore_trt.plugins.kernels.order import order_columns
 from wicore_trt.plugins.kernels.turns import take_turn
 
 
@@ -47,11 +48,15 @@ def _store(
     FP8: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    ORDERED: tl.constexpr,
     peers=None,
     rank=0,
     RANKS: tl.constexpr = 1,
 ):
-    """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`. Of all RANKS."""
+    """Row `row` of out [rows, H], and for FP8 its scale; `value` is zero where not `inside`. Of all RANKS. ORDERED: in
+    the columns' order of `kernels.order`."""
+    if ORDERED:
+        column = tl.max_contiguous(tl.multiple_of(order_columns(column), 2), 2)
     if FP8:
         value = value.to(tl.float16).to(tl.float32) if HALF else value.to(tl.bfloat16).to(tl.float32)
         scale = row_scale(tl.max(magnitude_bits(value), 0))
@@ -82,6 +87,7 @@ def embed_norm(
     FP8: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    ORDERED: tl.constexpr = False,
     features=None,
 ):
     """residual[i] = embedding[token_ids[i]] * embedding_scale (float32, unrounded), out[i] = its norm as in `norm`.
@@ -104,7 +110,7 @@ def embed_norm(
         source = features + tl.where(seen, token - vocab, 0) * H + column
         value += tl.load(source, mask=inside & seen, other=0.0).to(tl.float32)
     tl.store(residual + row * H + column, value, mask=inside)
-    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE)
+    _store(out, scales, row, column, inside, _normed(value, w, eps, H), H, FP8, HALF, NATIVE, ORDERED)
 
 
 @triton.jit
@@ -123,6 +129,7 @@ def add_norm(
     FP8: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    ORDERED: tl.constexpr = False,
     DEPENDENT: tl.constexpr = 0,
     RANKS: tl.constexpr = 1,
     PUSH: tl.constexpr = 0,
@@ -166,4 +173,5 @@ def add_norm(
     new = old + _normed(value, post, eps, H)
     tl.store(residual + at, new, mask=inside)
     value = _normed(new, following, eps, H)
-    _store(out, scales, target, column, inside, value, H, FP8, HALF, NATIVE, peers, rank, RANKS if OWNED else 1)
+    ranks: tl.constexpr = RANKS if OWNED else 1
+    _store(out, scales, target, column, inside, value, H, FP8, HALF, NATIVE, ORDERED, peers, rank, ranks)

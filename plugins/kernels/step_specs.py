@@ -14,7 +14,7 @@ from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins.aot import Constant, KernelSpec
 from wicore_trt.plugins.exchange_layout import pushed_type
-from wicore_trt.plugins.kernels import exchange, norm, qk_rope, sample, sample_wide
+from wicore_trt.plugins.kernels import exchange, norm, order, qk_rope, sample, sample_wide
 from wicore_trt.plugins.layout import FLOAT_TYPES, PoolShape
 
 
@@ -56,12 +56,13 @@ def norm_config(target: str, rows: int, hidden: int) -> StepConfig:
 class NormShape:
     """Shape of norms: `hidden` columns (a multiple of 8, so that rows are aligned for wide loads), operands of `dtype`
     ("bfloat16" or "float16"), with `fp8` as E4M3 with a scale per row. `native`: for targets that
-    `e4m3.has_conversions`."""
+    `e4m3.has_conversions`. `ordered`: 16-bit operands in the order of `kernels.order`."""
 
     hidden: int
     dtype: str
     fp8: bool = False
     native: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % 8 or self.dtype not in ("bfloat16", "float16"):
@@ -69,14 +70,15 @@ class NormShape:
 
     def constants(self) -> dict[str, Constant]:
         block = 1 << (self.hidden - 1).bit_length()
-        half = self.dtype == "float16"
-        return {"H": self.hidden, "BLOCK": block, "FP8": self.fp8, "HALF": half, "NATIVE": self.native}
+        half, ordered = self.dtype == "float16", {"ORDERED": True} if self.ordered else {}
+        return {"H": self.hidden, "BLOCK": block, "FP8": self.fp8, "HALF": half, "NATIVE": self.native, **ordered}
 
     def out_type(self) -> str:
         return "u8" if self.fp8 else FLOAT_TYPES[self.dtype]
 
     def name(self) -> str:
-        return f"{self.dtype}{'_fp8' if self.fp8 else ''}{'_native' if self.native else ''}_h{self.hidden}"
+        form = ("_fp8" if self.fp8 else "") + ("_native" if self.native else "") + ("_ordered" if self.ordered else "")
+        return f"{self.dtype}{form}_h{self.hidden}"
 
 
 def _spec(
@@ -141,6 +143,12 @@ def add_norm_spec(
         constants |= {"OWNED": True} if way == "own" else {}
         name += f"_{way}{ranks}"
     return _spec(name + ("_rows" if gather else ""), norm.add_norm, types, constants, num_warps)
+
+
+def order_spec(columns: int, dtype: str) -> KernelSpec:
+    """Specify `kernels.order.order_rows`."""
+    types = dict.fromkeys(("x", "out"), f"*{FLOAT_TYPES[dtype]}")
+    return _spec(f"order_{dtype}_{columns}", order.order_rows, types, {"K": columns, "BLOCK": 512}, 4)
 
 
 def meet_spec(ranks: int) -> KernelSpec:

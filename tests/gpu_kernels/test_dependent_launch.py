@@ -62,17 +62,19 @@ SPECS: list[KernelSpec] = [
     quantize_rows_spec(512, "bfloat16", native=True),
     quantize_parts_spec(4096, "bfloat16", native=True),
     linear_spec(TILES, LinearConfig("tiles", 32, 64, 8, 2, 2), "sm90"),
+    linear_spec(TILES, LinearConfig("groups", 128, 32, 8, 2, 4, 2), "sm90"),
     *(spec for spec in SAMPLING if spec and spec.function.__name__ in IN_CHAINS),
 ]
 EARLY_READS = {
     "split_decode": {"kv_lengths", "tables"},
     "linear_q4": {"w", "w_scale"},
+    "linear_q4_groups": {"w", "w_scale"},
     "add_norm": {"post_weight", "next_weight", "peers"},
 }
 """By function the arrays that no kernel of a chain writes, which it may read before its wait."""
 
 ACCESS = re.compile(r"^(?:@!?%p\d+\s+)?(ld|st|atom|red|cp|prefetch\w*|discard|applypriority|multimem)\.(\S*)")
-SASS_ACCESS = re.compile(r"\b(LDG|LDGSTS|STG|LD\.|ST\.|ATOM|ATOMG|RED|REDG|UBLK|UTMA|CCTL)")
+SASS_ACCESS = re.compile(r"\b(LDG(?!DEPBAR)|LDGSTS|STG|LD\.|ST\.|ATOM|ATOMG|RED|REDG|UBLK|UTMA|CCTL)")
 
 
 @dataclass
@@ -99,7 +101,7 @@ def accesses_before_wait(ptx: str, arguments: tuple[tuple[str, str], ...]) -> li
             name, type_ = arguments[int(parameter[1])]
             origin |= {name} if type_.startswith("*") else set()
         access = ACCESS.match(text.removeprefix("@p ")) if not parameter else None
-        if access and not access[2].startswith("shared"):
+        if access and not access[2].startswith(("shared", "async.commit_group")):
             found.append(Access(text, origin))
         target = re.match(r"(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%\w+|p\b)", text)
         for register in re.findall(r"%[a-z]+\d+|\bp\b", target[1]) if target else ():
@@ -139,7 +141,7 @@ def test_nothing_of_other_kernels_is_touched_before_the_wait(
     allowed = EARLY_READS.get(spec.function.__name__, set())
     for access in early:
         assert access.arrays and access.arrays <= allowed, access
-        assert re.search(r"\bld\.global", access.text), f"{access} is no read"
+        assert re.search(r"\bld\.global|\bcp\.async\.c[ag]\.shared\.global", access.text), f"{access} is no read"
     assert ptx.count("griddepcontrol.launch_dependents;") == 1
     assert ptx.index("griddepcontrol.launch_dependents;") > ptx.index("griddepcontrol.wait;")
     sass_waits_first(kernel.cubin, tmp_path, len(early))

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="pip install -e .[triton]")
 
 import interpreted  # noqa: E402
+from gpu_kernels import gluon_numpy  # noqa: E402
 from gpu_kernels.ptx import recorded_ptx  # noqa: E402
 from gpu_kernels.targets import targets  # noqa: E402
 
@@ -46,6 +47,29 @@ def test_a_row_has_the_same_bits_in_a_loop_that_is_not_unrolled() -> None:
     case = draw(SHAPE, 19)
     rolled = replace(SPLIT, unroll=1, num_stages=2)
     outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), interpreted.launch)[:19] for c in (SPLIT, rolled)]
+    assert torch.equal(*outs)
+
+
+WHOLE, PARTS = LinearConfig("groups", 128, 64, 16, 1, 4, 3), LinearConfig("groups", 128, 64, 8, 3, 4, 2)
+GROUPS_CASES = [
+    (SHAPE, PARTS, 19),
+    (replace(SHAPE, n=160, dtype="float16"), LinearConfig("groups", 256, 128, 32, 2, 8, 4), 3),
+    (replace(SHAPE, n=160, out="bfloat16", geglu=True), LinearConfig("groups", 64, 64, 16, 2, 4, 3), 17),
+]
+
+
+@pytest.mark.parametrize(("shape", "config", "tokens"), GROUPS_CASES)
+def test_linear_by_warp_groups(shape: LinearShape, config: LinearConfig, tokens: int) -> None:
+    check_case(draw(shape, tokens), config, linear_spec(shape, config, "sm90"), gluon_numpy.launch)
+
+
+def test_warp_groups_sum_as_tiles_do() -> None:
+    """Whole sums take a block after the other. Small integers have no other order within a block."""
+    case = draw(SHAPE, 9)
+    case.x.copy_((case.x * 2).round().clamp(-8, 8))
+    one = LinearConfig("tiles", 32, 32, 16, 1, 1)
+    launches = ((WHOLE, gluon_numpy.launch), (one, interpreted.launch))
+    outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), run)[:9] for c, run in launches]
     assert torch.equal(*outs)
 
 
@@ -88,14 +112,15 @@ def test_order_of_tiles_is_reversible() -> None:
     assert not torch.equal(packed, w) and not torch.equal(scales, d)
 
 
-@pytest.mark.parametrize("config", [SMALL, SPLIT])
+@pytest.mark.parametrize("config", [SMALL, SPLIT, PARTS])
 def test_a_row_does_not_depend_on_the_others(config: LinearConfig) -> None:
     many, spec = draw(SHAPE, 21), linear_spec(SHAPE, config, "sm90")
-    together = run_case(many, config, spec, interpreted.launch)
+    launch = gluon_numpy.launch if config.kind == "groups" else interpreted.launch
+    together = run_case(many, config, spec, launch)
     for row in (0, 20):
         x = torch.full_like(many.x[:3], math.nan)
         x[0] = many.x[row]
-        alone = run_case(replace(many, tokens=1).with_x(x), config, spec, interpreted.launch)
+        alone = run_case(replace(many, tokens=1).with_x(x), config, spec, launch)
         assert torch.equal(alone[0], together[row])
 
 
@@ -109,3 +134,13 @@ def test_operands_cross_no_lanes(target: str, monkeypatch: pytest.MonkeyPatch) -
         aot.compile_kernel(linear_spec(shape, config, target), target)
     one, two = (text.count("bar.sync") + text.count("shfl") for text in texts)
     assert one == two and texts[1].count("mma.sync") == 2 * texts[0].count("mma.sync") > 0
+
+
+def test_warp_groups_fit_their_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of a layer at 32 rows spills nothing, and no value of an operand crosses lanes."""
+    texts = recorded_ptx(monkeypatch)
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    config = LinearConfig("groups", 128, 128, 32, 1, 4, 3)
+    shape = LinearShape(5376, 4096, "bfloat16", Q4_0, "float32")
+    aot.compile_kernel(linear_spec(shape, config, "sm90"), "sm90")
+    assert texts[0].count("wgmma.mma_async") == 4 * 4 and "shfl" not in texts[0] and ".maxnreg 128" in texts[0]

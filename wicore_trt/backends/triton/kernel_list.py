@@ -47,12 +47,13 @@ from wicore_trt.plugins.kernels.step_specs import (
     gather_spec,
     meet_spec,
     norm_config,
+    order_spec,
     qk_rope_spec,
     sample_specs,
     wide_spec,
 )  # fmt: skip
 from wicore_trt.plugins.kernels.step_specs import config as step_config
-from wicore_trt.plugins.linear_configs import BUCKETS, find_bucket, linear_config
+from wicore_trt.plugins.linear_configs import BUCKETS, find_bucket, groups_config, linear_config
 from wicore_trt.plugins.linear_layout import LinearConfig
 
 INVARIANT_LINEAR_BUCKET = 64
@@ -83,11 +84,19 @@ def list_kernels(shape: EngineShape, target: str) -> list[ListedKernel]:
     return [replace(p, spec=_chain_kernel(p, target)) for p in listed]
 
 
+def _list_groups(shape: EngineShape, target: str, rows: int) -> dict[str, LinearConfig]:
+    """Configurations by warp groups of all linears of a layer for so many rows, or none: these take ordered x."""
+    linears = {role: shape.linear_shape(role) for role in roles.LINEARS[:-1]}
+    found = {role: groups_config(target, linear, rows) for role, linear in linears.items() if rows < ANY}
+    chosen = {role: config for role, config in found.items() if config}
+    return chosen if len(chosen) == len(linears) else {}
+
+
 def _chain_kernel(listed: ListedKernel, target: str) -> KernelSpec:
     """Specify a kernel as part of a step, where kernels wait for each other instead of the GPU for them."""
     spec, function, role = listed.spec, listed.spec.function.__name__, listed.role
     behind = ("gate_up",) if role.rows == roles.NARROW else ("o", "down")
-    fills = function == "linear_matrix" or (function == "linear_q4" and listed.bucket > 1)
+    fills = function == "linear_matrix" or (function in ("linear_q4", "linear_q4_groups") and listed.bucket > 1)
     mode = find_mode(function, target, crowds=fills and role.operation in behind)
     return replace(spec, dependent=mode, name=spec.name + ("_alone" if mode == ALONE else ""))
 
@@ -120,10 +129,15 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     hidden, wide, native = spec.hidden_size, spec.intermediate_size, has_conversions(target)
     pool, plain = shape.pool_shapes[GROUPS[0]], NormShape(hidden, shape.dtype)
 
+    def ordered(to: NormShape, role: KernelRole, rows: int) -> NormShape:
+        few = role.rows == roles.WIDE and role.results == "float32" and bool(_list_groups(shape, target, rows))
+        return replace(to, ordered=few)
+
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
         def spec_for(prefix: str, rows: int) -> KernelSpec:
             warps, given = norm_config(target, rows, hidden).num_warps, {"way": prefix[:-1]}
-            return add_norm_spec(to, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, **given)
+            shaped = to if gather else ordered(to, role, rows)
+            return add_norm_spec(shaped, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, **given)
 
         ways = roles.RANKED[: min(shape.ranks, 3)] if shape.ranks > 1 else ("",)
         listed = [(role._replace(operation=way + role.operation), partial(spec_for, way)) for way in ways]
@@ -131,7 +145,8 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
 
     def embed_norm(rows: int, *, images: bool = False) -> KernelSpec:
         table = shape.table_dtype if shape.table_dtype != shape.dtype else ""
-        return embed_norm_spec(operands, norm_config(target, rows, hidden).num_warps, table=table, images=images)
+        to = ordered(operands, role("embed_norm"), rows)
+        return embed_norm_spec(to, norm_config(target, rows, hidden).num_warps, table=table, images=images)
 
     def qk_rope(rows: int) -> KernelSpec:
         chosen = step_config("qk_rope", target, rows)
@@ -175,7 +190,8 @@ def _list_linears(shape: EngineShape, target: str) -> list[ListedKernel]:
     for operation in roles.LINEARS:
         linear, most = shape.linear_shape(operation), shape.most_kernel_rows(target, operation)
         for bucket in BUCKETS:
-            add_linear(KernelRole(operation), bucket, linear_config(target, linear, bucket))
+            grouped = _list_groups(shape, target, bucket).get(operation)
+            add_linear(KernelRole(operation), bucket, grouped or linear_config(target, linear, bucket))
             if bucket >= most:
                 break
         # Whole sums, and weights that stay in L2: large steps have several programs for each.
@@ -205,6 +221,11 @@ def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     listed += _merge_buckets(
         roles.DECODE, lambda rows: attention_specs.decode_spec(*common, decode_for(rows)), decode_for
     )
+    if ordered := [rows for rows in DECODE_BUCKETS if _list_groups(shape, target, rows)]:
+        add_kernel(roles.ORDER, order_spec(shape.linear_shape("o").k, dtype))
+        for rows in ordered if all(decode_for(n).splits == 1 for n in ordered) else ():
+            each = attention_specs.decode_spec(*common, decode_for(rows), ordered=True)
+            listed.append(ListedKernel(roles.DECODE_ORDERED, rows, each, asdict(decode_for(rows))))
     add_kernel(roles.PREFILL, attention_specs.prefill_spec(*common, prefill), prefill)
     if shape.images:
         add_kernel(roles.PREFILL_IMAGES, attention_specs.prefill_spec(*common, prefill, ends=True), prefill)

@@ -268,7 +268,8 @@ class TritonOps:
         kernel."""
         step, spec, decode, prefill = self._step, self._spec, self._plan.decode, self._plan.prefill
         group = spec.layer_groups[layer]
-        out = self._memory.attended[: self._n]
+        out, grouped = self._memory.attended[: self._n], self._grouped
+        ordered = grouped and not prefill.sequences and bool(self._model.table.role_entries(roles.DECODE_ORDERED))
         if layer == self._measured:
             self.measure_masses(layer, self._plan.sequences, step.tables[group][1])
         ends = (step.key_ends, step.key_ends + 4 * decode.rows) if step.plan.images else (None, None)
@@ -276,7 +277,7 @@ class TritonOps:
             slices = Slices(self._memory.counting.data_ptr(), step.positions, decode.rows, ends[0])
             self._attend_prefill(q.rows, out, layer, slices, self._group_tables(group, 0, decode.sequences))
         elif decode.sequences:
-            self._attend_decode(q.rows, out, layer)
+            self._attend_decode(q.rows, out, layer, roles.DECODE_ORDERED if ordered else roles.DECODE)
         if prefill.sequences:
             slices = Slices(step.cu_seqlens, step.first_positions, prefill.rows, ends[1])
             tables = self._group_tables(group, decode.sequences, prefill.sequences)
@@ -288,8 +289,8 @@ class TritonOps:
             else:
                 self._attend_prefill(*rows, layer, slices, tables)
         if layer + 1 == spec.num_layers and step.sampled is not None and not self._product.kernels:
-            return Value(self._keep_sampled(out, step.sampled))
-        return Value(out)
+            out = self._keep_sampled(out, step.sampled)
+        return Value(self._order_rows(out) if self._grouped and not ordered else out)
 
     def measure_masses(self, layer: int, sequences: int, pages: int) -> None:
         """Measure at a global layer what the last query of each of the first `sequences` sequences gives to its pages.
@@ -456,9 +457,23 @@ class TritonOps:
         )
         segments.add_segments((model.launcher, model.stream), q, sums, out, pool, tables, step.slices)
 
-    def _attend_decode(self, q: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+    @property
+    def _grouped(self) -> bool:
+        """Tell whether so many rows multiply by warp groups, which take ordered columns (`kernels.order`)."""
+        return bool(self._model.find_kernel(roles.linear_role("o"), self._n).config.kind == linear_layout.GROUPS)
+
+    def _order_rows(self, attended: torch.Tensor) -> torch.Tensor:
+        """Order the columns of attention's results, in memory that holds neither these nor queries of later use."""
+        model, memory = self._model, self._memory
+        entry, kept = model.find_kernel(roles.ORDER, self._n), attended.data_ptr() == memory.q.data_ptr()
+        out = (memory.attended if kept else memory.q)[: self._n]
+        call = step_layout.order_launch(entry.kernel.constants, attended.data_ptr(), out.data_ptr(), self._n)
+        model.launch_kernel(entry, call)
+        return out
+
+    def _attend_decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, role: KernelRole) -> None:
         model, memory, group, sequences = self._model, self._memory, self._groups[layer], self._plan.decode.sequences
-        entry = model.find_kernel(roles.DECODE, sequences)
+        entry = model.find_kernel(role, sequences)
         sizes = (group.num_heads, group.softmax_scale, group.window)
         rows = decode_layout.DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
         work = decode_layout.Workspace(

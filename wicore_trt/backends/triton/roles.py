@@ -66,6 +66,8 @@ DEQUANTIZE = {role: KernelRole("dequantize", variant=role) for role in LINEARS[:
 QUANTIZE, QUANTIZE_ACT = KernelRole("quantize"), KernelRole("quantize_act")
 DECODE, COMBINE, PREFILL = map(KernelRole, ("decode", "combine", "prefill"))
 PREFILL_SEGMENTS, GATHER = KernelRole("prefill", variant=SEGMENTED), KernelRole("gather")
+DECODE_ORDERED, ORDER = KernelRole("decode", variant="ordered"), KernelRole("order")
+"""Decode whose results are in the order of `kernels.order`, and what brings those of other kernels into it."""
 ADD_SEGMENT, ADD_SPLITS = KernelRole("add_segment"), KernelRole("add_splits")
 PREFILL_IMAGES = KernelRole("prefill", variant=IMAGES)
 SEGMENT_ROLES, PREFILL_SPLITS = (PREFILL_SEGMENTS, GATHER, ADD_SEGMENT), KernelRole("prefill", variant=SPLIT)
