@@ -2,7 +2,8 @@
 
 Layouts are ignored: they say which lane holds a value, never its value; the compiler checks them. Programs run one
 after another in any order, instructions of a program one after another. Shared memory begins as NaN, words where
-nothing was loaded are any, and every address must lie in its array. So what is left out is the order of threads.
+nothing was loaded are any, and every address must lie in its array. Copies arrive at once, and barriers count their
+bytes. So what is left out is the order of threads, and of copies among these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from wicore_trt.plugins.aot import KernelSpec
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.launch import MAP_TYPE
+from wicore_trt.plugins.layout import Launch, TensorMap
 
 ANY = np.random.default_rng()
 BFLOAT16 = "bfloat16"
@@ -86,22 +88,83 @@ class Pointers:
         return np.where(live, at, 0), live
 
 
+class Map:
+    """A tensor map; elements outside of the array are zeros."""
+
+    layout = None
+
+    def __init__(self, type_: str, array: TensorMap) -> None:
+        found = MAP_TYPE.match(type_)
+        assert found
+        flat = array.address.contiguous().flatten()
+        self.dtype = {"bf16": BFLOAT16, "fp16": np.float16, "i32": np.int32}[found["item"]]
+        flat = flat.float().numpy() if self.dtype is BFLOAT16 else flat.numpy().view(self.dtype)
+        item = 2 if found["item"] == "bf16" else flat.itemsize
+        assert all(stride % 16 == 0 for stride in array.strides) and max(self.box_of(found)) <= 256
+        strides = [stride // item for stride in array.strides] + [1]
+        assert sum((n - 1) * s for n, s in zip(array.extents, strides, strict=True)) < len(flat)
+        self.a = np.lib.stride_tricks.as_strided(flat, array.extents, [s * flat.itemsize for s in strides])
+        self.box, self.bytes = self.box_of(found), item * int(np.prod(self.box_of(found)))
+
+    @staticmethod
+    def box_of(found: re.Match[str]) -> list[int]:
+        return [int(size) for size in found["box"].split(",")]
+
+
+class Barrier:
+    """Barrier of copies in shared memory: bytes that it expects and that came."""
+
+    phase, expected, came = 0, None, 0
+
+
+class Barriers:
+    """`hopper.mbarrier` and `hopper.tma`."""
+
+    MBarrierLayout = type("MBarrierLayout", (), {})
+
+    def init(self, bar: Barrier, count: int) -> None:
+        assert count == 1
+
+    def expect(self, bar: Barrier, count: int, live: bool) -> None:
+        if live:
+            assert bar.expected is None, "a stage is asked for twice"
+            bar.expected, bar.came = count, 0
+
+    def wait(self, bar: Barrier, parity: int) -> None:
+        assert bar.expected == bar.came and bar.phase % 2 == parity, (bar.expected, bar.came, bar.phase, parity)
+        bar.phase, bar.expected = bar.phase + 1, None
+
+    def invalidate(self, bar: Barrier) -> None:
+        assert bar.expected is None, "copies are under way at the end"
+
+    def async_copy_global_to_shared(self, from_: Map, at: Sequence[int], bar: Barrier, to: Memory, live: bool) -> None:
+        if live:
+            assert [*to.a.shape] == from_.box and min(at) >= 0
+            box = tuple(slice(int(b), int(b) + n) for b, n in zip(at, from_.box, strict=True))
+            to.a[...] = 0
+            to.a[tuple(slice(0, n) for n in from_.a[box].shape)] = from_.a[box]
+            bar.came += from_.bytes
+
+
 class Memory:
     """Shared memory."""
 
-    def __init__(self, a: Any) -> None:
-        self.a = a
+    def __init__(self, a: Any, dtype: Any = None) -> None:
+        self.a, self.dtype = a, dtype
 
-    def index(self, i: int) -> Memory:
+    def index(self, i: int) -> Any:
         assert 0 <= i < len(self.a)
-        return Memory(self.a[int(i)])
+        return self.a[int(i)] if isinstance(self.a, list) else Memory(self.a[int(i)], self.dtype)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Memory:
-        assert dim == 0 and start + length <= len(self.a)
-        return Memory(self.a[start : start + length])
+        assert start + length <= self.a.shape[dim]
+        return Memory(np.moveaxis(np.moveaxis(self.a, dim, 0)[start : start + length], 0, dim), self.dtype)
 
     def permute(self, order: Sequence[int]) -> Memory:
-        return Memory(self.a.transpose(order))
+        return Memory(self.a.transpose(order), self.dtype)
+
+    def reshape(self, shape: Sequence[int]) -> Memory:
+        return Memory(self.a.reshape(shape), self.dtype)
 
     def store(self, value: Tensor) -> None:
         assert self.a.shape == value.a.shape
@@ -112,7 +175,7 @@ class Memory:
 
 
 class Language:
-    """What kernels use of `gluon.language`, of its `hopper` and of its `async_copy`; other names are layouts."""
+    """What kernels use of `gluon.language` and of its `hopper`; other names are layouts."""
 
     float32, float16, int32, int64, bfloat16 = np.float32, np.float16, np.int32, np.int64, BFLOAT16
     program, grid = 0, (1, 1, 1)
@@ -187,18 +250,12 @@ class Language:
 
     def fence_async_shared(self) -> None: ...
 
-    def commit_group(self) -> None: ...
-
-    def wait_group(self, _: int) -> None: ...
-
-    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], _: Any) -> Memory:
-        dtype = np.dtype(np.float32 if dtype is BFLOAT16 else dtype)
-        begin = np.full(shape, np.nan, dtype) if dtype.kind == "f" else ANY.integers(0, 1 << 31, shape).astype(dtype)
-        return Memory(begin)
-
-    def async_copy_global_to_shared(self, to: Memory, at: Pointers, mask: Any = None, **_: Any) -> None:
-        places, live = at.find(mask)
-        to.store(Tensor(np.where(live, at.base[places], 0)))
+    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Memory:
+        if isinstance(layout, Barriers.MBarrierLayout):
+            return Memory([Barrier() for _ in range(shape[0])])
+        kept = np.dtype(np.float32 if dtype is BFLOAT16 else dtype)
+        begin = np.full(shape, np.nan, kept) if kept.kind == "f" else ANY.integers(0, 1 << 31, shape).astype(kept)
+        return Memory(begin, dtype)
 
     def inline_asm_elementwise(self, text: str, _: str, values: list[Tensor], *__: Any) -> list[Tensor]:
         """`linear_q4`'s widening: halves of a word's bytes to values of -8 to 7, first all low ones."""
@@ -206,10 +263,10 @@ class Language:
         shifts = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]
         return [Tensor((values[0].a >> s & 15).astype(np.float32) - 8) for s in shifts]
 
-    def warpgroup_mma(self, a: Tensor, b: Memory, _: Tensor, *, use_acc: bool, is_async: bool) -> Tensor:
-        assert not use_acc and is_async
+    def warpgroup_mma(self, a: Tensor, b: Memory, c: Tensor, *, use_acc: bool = True, is_async: bool) -> Tensor:
         total = np.einsum("mk,kn->mn", a.a.astype(np.float64), b.a.astype(np.float64))
-        return Tensor(total.astype(np.float32))
+        assert is_async
+        return Tensor((total + c.a if use_acc else total).astype(np.float32))
 
     def warpgroup_mma_wait(self, _: int, deps: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(deps)
@@ -234,16 +291,19 @@ def launch(spec: KernelSpec, call: Launch) -> None:
     language, module = Language(), inspect.getmodule(spec.function.fn)
     source = re.sub(r"^@gluon\..*\n", "", inspect.getsource(module), flags=re.M)
     source = re.sub(r"^(?:from|import) (?!__future__).*(?:\n    .*|\n\))*$", "", source, flags=re.M)
-    source = re.sub(r"^[A-Z0-9_]+, .*$", "", source, flags=re.M)
+    source = re.sub(r"^[A-Z0-9_]+(, | = gl.constexpr).*$", "", source, flags=re.M)
     names = {n: getattr(getattr(module, n), "value", None) for n in vars(module) if n.isupper()}
-    names |= {"gl": language, "hopper": language, "async_copy": language, "take_turn": lambda mode: None}
+    names |= {"gl": language, "hopper": language, "take_turn": lambda mode: None}
+    names |= dict.fromkeys(("mbarrier", "tma"), Barriers())
     exec(compile(source, str(module.__file__), "exec"), names)
     names["_count"] = _count
     given: dict[str, Any] = {}
     copies = []
     for name, type_ in spec.signature.items():
         value = call.arguments[name]
-        if not type_.startswith("*"):
+        if MAP_TYPE.match(type_):
+            given[name] = Map(type_, value)
+        elif not type_.startswith("*"):
             given[name] = Scalar(value) if type_[0] == "i" else value
         elif isinstance(value, int):
             given[name] = Pointers(np.empty(0, np.float32), np.float32)

@@ -24,6 +24,7 @@ from wicore_trt.backends.triton.tiles import (  # noqa: E402
 )
 from wicore_trt.plugins import aot  # noqa: E402
 from wicore_trt.plugins.kernels.linear_specs import dequantize_spec, linear_spec  # noqa: E402
+from wicore_trt.plugins.linear_configs import groups_config  # noqa: E402
 from wicore_trt.plugins.linear_layout import LinearConfig, LinearShape, dequantize_launch  # noqa: E402
 from wicore_trt.weight_format import Q4_0, WeightFormat  # noqa: E402
 
@@ -50,11 +51,13 @@ def test_a_row_has_the_same_bits_in_a_loop_that_is_not_unrolled() -> None:
     assert torch.equal(*outs)
 
 
-WHOLE, PARTS = LinearConfig("groups", 128, 64, 16, 1, 4, 3), LinearConfig("groups", 128, 64, 8, 3, 4, 2)
+WIDE = replace(SHAPE, n=160, k=640)  # the last program has a strip of 4
+WHOLE, PARTS = LinearConfig("groups", 128, 128, 16, 1, 4, 3), LinearConfig("groups", 128, 128, 8, 3, 4, 2)
 GROUPS_CASES = [
-    (SHAPE, PARTS, 19),
-    (replace(SHAPE, n=160, dtype="float16"), LinearConfig("groups", 256, 128, 32, 2, 8, 4), 3),
-    (replace(SHAPE, n=160, out="bfloat16", geglu=True), LinearConfig("groups", 64, 64, 16, 2, 4, 3), 17),
+    (WIDE, PARTS, 19),
+    (replace(WIDE, n=288, dtype="float16"), LinearConfig("groups", 256, 128, 32, 2, 8, 4), 3),
+    (replace(WIDE, out="bfloat16", geglu=True), LinearConfig("groups", 64, 128, 16, 2, 4, 3), 17),
+    (replace(WIDE, out="bfloat16", geglu=True), LinearConfig("groups", 64, 128, 32, 1, 4, 2), 32),
 ]
 
 
@@ -65,11 +68,11 @@ def test_linear_by_warp_groups(shape: LinearShape, config: LinearConfig, tokens:
 
 def test_warp_groups_sum_as_tiles_do() -> None:
     """Whole sums take a block after the other. Small integers have no other order within a block."""
-    case = draw(SHAPE, 9)
+    case = draw(WIDE, 9)
     case.x.copy_((case.x * 2).round().clamp(-8, 8))
     one = LinearConfig("tiles", 32, 32, 16, 1, 1)
     launches = ((WHOLE, gluon_numpy.launch), (one, interpreted.launch))
-    outs = [run_case(case, c, linear_spec(SHAPE, c, "sm90"), run)[:9] for c, run in launches]
+    outs = [run_case(case, c, linear_spec(WIDE, c, "sm90"), run)[:9] for c, run in launches]
     assert torch.equal(*outs)
 
 
@@ -114,7 +117,8 @@ def test_order_of_tiles_is_reversible() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, SPLIT, PARTS])
 def test_a_row_does_not_depend_on_the_others(config: LinearConfig) -> None:
-    many, spec = draw(SHAPE, 21), linear_spec(SHAPE, config, "sm90")
+    shape = WIDE if config.kind == "groups" else SHAPE
+    many, spec = draw(shape, 21), linear_spec(shape, config, "sm90")
     launch = gluon_numpy.launch if config.kind == "groups" else interpreted.launch
     together = run_case(many, config, spec, launch)
     for row in (0, 20):
@@ -136,11 +140,15 @@ def test_operands_cross_no_lanes(target: str, monkeypatch: pytest.MonkeyPatch) -
     assert one == two and texts[1].count("mma.sync") == 2 * texts[0].count("mma.sync") > 0
 
 
-def test_warp_groups_fit_their_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of a layer at 32 rows spills nothing, and no value of an operand crosses lanes."""
+@pytest.mark.parametrize("columns", [16, 32])
+def test_warp_groups_fit_their_registers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value of an operand crosses lanes, and the maps are what the compiler's copies take."""
     texts = recorded_ptx(monkeypatch)
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
-    config = LinearConfig("groups", 128, 128, 32, 1, 4, 3)
     shape = LinearShape(5376, 4096, "bfloat16", Q4_0, "float32")
-    aot.compile_kernel(linear_spec(shape, config, "sm90"), "sm90")
-    assert texts[0].count("wgmma.mma_async") == 4 * 4 and "shfl" not in texts[0] and ".maxnreg 128" in texts[0]
+    config = groups_config("sm90", shape, columns)
+    assert config is not None
+    kernel = aot.compile_kernel(linear_spec(shape, config, "sm90"), "sm90")
+    registers = 168 if columns == 32 else 128
+    assert texts[0].count("wgmma.mma_async") == 4 * 4 and "shfl" not in texts[0]
+    assert f".maxnreg {registers}" in texts[0] and 3 * kernel.shared_bytes < aot.SHARED_LIMIT["sm90"]

@@ -14,7 +14,14 @@ from typing import Any
 from wicore_trt.backends.triton.tiles import pack_scales, pack_tiles
 from wicore_trt.plugins.aot import KernelSpec
 from wicore_trt.plugins.layout import Launch
-from wicore_trt.plugins.linear_layout import LinearArrays, LinearConfig, LinearShape, linear_launch, partials_bytes
+from wicore_trt.plugins.linear_layout import (
+    GROUPS,
+    LinearArrays,
+    LinearConfig,
+    LinearShape,
+    linear_launch,
+    partials_bytes,
+)
 
 SUM_ERROR = 2.0**-18
 """Of the sum of absolute products: 64 units in the last place of float32."""
@@ -90,6 +97,15 @@ def pack_case(case: LinearInputs) -> tuple[Any, Any, Any]:
     return w, d, m
 
 
+def order_columns(x: Any) -> Any:
+    """x with its columns in the order of `kernels.order`."""
+    return x.view(len(x), -1, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
+
+
+def unorder_columns(x: Any) -> Any:
+    return x.view(len(x), -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
+
+
 def reference(case: LinearInputs, alpha: float = 1.0) -> tuple[Any, Any]:
     """(y, allowed error), float64 [tokens, n], on the case's device. What the operands are is taken as exact."""
     import torch
@@ -138,7 +154,7 @@ def run_case(
     if shape.four_bit:
         w, w_scale, w_minimum = pack_case(case)
     arrays = LinearArrays(
-        case.x,
+        order_columns(case.x) if config.kind == GROUPS else case.x,
         w,
         out,
         0 if w_scale is None else w_scale,
@@ -156,7 +172,7 @@ def run_case(
     if shape.largest:
         found = out[: case.tokens].float().abs().amax(1)
         assert torch.equal(largest.view(torch.float32), found), f"{spec.name}: largest values of rows"
-    return out
+    return unorder_columns(out) if config.kind == GROUPS and shape.geglu else out
 
 
 def check_case(case: LinearInputs, config: LinearConfig, spec: KernelSpec, run: Run, *, alpha: float = 1.0) -> float:
