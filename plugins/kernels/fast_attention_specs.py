@@ -94,7 +94,7 @@ def decode_spec(
     """Specify `split_decode` of `heads` query heads of `dtype` over `pool`; `ordered`, for one split, as
     `kernels.order`. Raises ConfigError for shapes that do not fit."""
     repeat = _checked(pool, dtype, heads)
-    assert not ordered or config.splits == 1
+    assert not ordered or (config.splits == 1 and pool.head_dim % 32 == 0)
     if pool.kv_heads % config.heads or config.block_k < 16 or config.block_k & (config.block_k - 1):
         raise ConfigError(f"{config} does not fit {pool}.", fix="Take a divisor of the heads and a power of two.")
     rows = 16

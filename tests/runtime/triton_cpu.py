@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_kernels import interpreted
+from gpu_kernels import gluon_numpy, interpreted
 from parity.paged import PagedDriver, PagedSequence
 from parity.tiny import TinyModel, cast, tiny_model
 
@@ -33,7 +33,7 @@ from wicore_trt.plugins.aot import CompiledKernel, KernelSpec
 from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.kernels import step_specs
 from wicore_trt.plugins.kernels.step_specs import StepConfig
-from wicore_trt.plugins.launch import ParameterBlock
+from wicore_trt.plugins.launch import MAP_TYPE, ParameterBlock
 from wicore_trt.plugins.layout import Launch
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
@@ -132,7 +132,12 @@ class InterpretingLauncher:
         for name, type_ in kernel.arguments:
             if type_.startswith("*") and arguments[name]:
                 arguments[name] = self._at(arguments[name], POINTED[type_])
-        if not self.idles:
+            elif found := MAP_TYPE.match(type_):
+                at = self._at(arguments[name].address, POINTED["*" + found["item"]])
+                arguments[name] = arguments[name]._replace(address=at)
+        if not self.idles and spec.function.is_gluon():
+            gluon_numpy.launch(spec, Launch(call.grid, arguments))
+        elif not self.idles:
             interpreted.launch(spec, Launch(call.grid, arguments), self.reached, self.turns)
 
     def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:

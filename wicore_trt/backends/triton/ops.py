@@ -460,7 +460,8 @@ class TritonOps:
     @property
     def _grouped(self) -> bool:
         """Tell whether so many rows multiply by warp groups, which take ordered columns (`kernels.order`)."""
-        return bool(self._model.find_kernel(roles.linear_role("o"), self._n).config.kind == linear_layout.GROUPS)
+        config = self._model.find_kernel(roles.linear_role("o"), self._n).config
+        return self._product.kernels and bool(config.kind == linear_layout.GROUPS)
 
     def _order_rows(self, attended: torch.Tensor) -> torch.Tensor:
         """Order the columns of attention's results, in memory that holds neither these nor queries of later use."""
