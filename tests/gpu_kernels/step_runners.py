@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import interpreted
 import pytest
 import torch
@@ -9,7 +11,7 @@ from kernel_checks import Runner
 
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 from wicore_trt.plugins.launch import SHARED_LAUNCHER
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, TensorMap
 
 _compiled: dict[str, CompiledKernel] = {}
 
@@ -22,9 +24,19 @@ def compiled(spec: KernelSpec) -> CompiledKernel:
     return _compiled[spec.name]
 
 
+def pointers_of(call: Launch) -> dict[str, Any]:
+    """Arguments with addresses in place of tensors."""
+    return {
+        n: a.data_ptr() if isinstance(a, torch.Tensor)
+        else a._replace(address=a.address.data_ptr()) if isinstance(a, TensorMap) and not isinstance(a.address, int)
+        else a
+        for n, a in call.arguments.items()
+    }  # fmt: skip
+
+
 def on_gpu(spec: KernelSpec, call: Launch) -> None:
-    pointers = {n: a.data_ptr() if isinstance(a, torch.Tensor) else a for n, a in call.arguments.items()}
-    SHARED_LAUNCHER.launch(compiled(spec), Launch(call.grid, pointers), torch.cuda.current_stream().cuda_stream)
+    call = Launch(call.grid, pointers_of(call))
+    SHARED_LAUNCHER.launch(compiled(spec), call, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
 
 

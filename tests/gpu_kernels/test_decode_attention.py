@@ -18,6 +18,7 @@ import torch
 from gpu_kernels.targets import targets
 from kernel_checks import E4M3, EPSILON, TORCH, to_e4m3
 
+from benchmarks.gpu.kernels.linear_cases import unorder_columns
 from wicore_trt.errors import ConfigError
 from wicore_trt.plugins import aot, decode_layout
 from wicore_trt.plugins.decode_layout import DecodeConfig, DecodeRows, Workspace
@@ -37,6 +38,7 @@ class Case:
     kv_dtype: str = "float16"
     window: int = 0
     target: str = "sm90"
+    ordered: bool = False
 
     @property
     def shape(self) -> PoolShape:
@@ -94,13 +96,14 @@ def attend(problem: Problem) -> torch.Tensor:
     rows = DecodeRows(q, out, lengths, case.heads, d**-0.5, case.window, wide, wide)
     scale: Any = torch.tensor([problem.kv_scale]) if case.kv_dtype == "fp8" else 0
     pool, tables = Pool(problem.pool[:, 1:], case.shape, scale), Tables(problem.tables, n, columns)
-    spec = specs.decode_spec(case.shape, case.dtype, case.heads, case.target, config)
+    spec = specs.decode_spec(case.shape, case.dtype, case.heads, case.target, config, ordered=case.ordered)
     interpreted.launch(spec, decode_layout.decode_launch(config, rows, pool, tables, work))
     combine = decode_layout.combine_launch(config, rows, pool, n, work)
     if 0 not in combine.grid:
         interpreted.launch(specs.combine_spec(case.shape, case.dtype, config), combine)
     assert (out[:, case.heads * d :] == 77.0).all() and not work.arrived.any()
-    return out[:, : case.heads * d].view(n, case.heads, d)
+    found = out[:, : case.heads * d].contiguous()
+    return (unorder_columns(found) if case.ordered else found).view(n, case.heads, d)
 
 
 def weights_of(problem: Problem, s: int) -> torch.Tensor:
@@ -137,6 +140,7 @@ CASES = {
     "few splits, second launch": Case(EDGES, DecodeConfig(1, 16, 4, fused=False, least=5)),
     "more splits than a chunk": Case((600, 7), DecodeConfig(1, 16, 35)),
     "one split": Case((5, 0, 90), replace(ROWS, splits=1)),
+    "ordered": Case((5, 0, 90), replace(ROWS, splits=1), head_dim=64, ordered=True),
     "27B heads": Case((70, 1, 33), DecodeConfig(4, 64, 2), 16, 8, 128, 32, "bfloat16", "bfloat16", 64),
     "270M heads": Case((70, 3), DecodeConfig(1, 32, 2), 4, 1, 256, 16, "bfloat16", "bfloat16"),
     "three query heads per KV head": Case((70, 3), DecodeConfig(2, 32, 2), 6, 2),

@@ -15,6 +15,7 @@ import torch
 from kernel_checks import E4M3, EPSILON, TORCH, Runner, noise, same_bits
 from step_runners import RUNNERS
 
+from benchmarks.gpu.kernels.linear_cases import order_columns, unorder_columns
 from wicore_trt.plugins import step_layout
 from wicore_trt.plugins.kernels import step_specs
 from wicore_trt.plugins.kernels.step_specs import NormShape
@@ -51,6 +52,7 @@ class Out:
     def check(self, want: torch.Tensor) -> None:
         """Against float64; the guard row behind the last one must be untouched."""
         out, scales = self.out.cpu(), self.scales.cpu()
+        out = unorder_columns(out) if self.shape.ordered else out
         assert (out[-1].view(torch.uint8) == 0xFF).all() and scales[-1].isnan()
         step = EPSILON[self.shape.dtype]
         if not self.shape.fp8:
@@ -73,6 +75,7 @@ SHAPES = [
     NormShape(640, "float16", fp8=True, native=True),
     NormShape(72, "bfloat16", fp8=True),
     NormShape(64, "float16"),
+    NormShape(96, "bfloat16", ordered=True),
 ]
 
 
@@ -112,6 +115,7 @@ def test_embed_norm(run: Runner, shape: NormShape) -> None:
         (SHAPES[1], "float16", True),
         (SHAPES[2], "float32", False),
         (SHAPES[3], "float32", False),
+        (SHAPES[4], "float32", False),
     ],
     ids=str,
 )
@@ -143,6 +147,21 @@ def test_add_norm(run: Runner, shape: NormShape, x_dtype: str, gather: bool) -> 
     untouched = [r for r in range(n) if r not in taken]
     assert torch.equal(got[untouched], residual[untouched])
     to.check(rms(got[taken], following))
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_order_rows(run: Runner) -> None:
+    x = torch.randn(3, 544).bfloat16()
+    out, spec = run.put(torch.full((4, 544), math.nan).bfloat16()), step_specs.order_spec(544, "bfloat16")
+    run.launch(spec, step_layout.order_launch(spec.constants, run.put(x), out, 3))
+    assert torch.equal(out[:3].cpu(), order_columns(x)) and bool(out[3].isnan().all())
+    places = torch.arange(64)
+    assert all(order_columns(places[None])[0, 32 * (c // 32) + place(c)] == c for c in range(64))
+
+
+def place(column: int) -> int:
+    t, h, u, i = column // 8 % 4, column // 4 % 2, column // 2 % 2, column % 2
+    return 16 * h + 8 * u + 2 * t + i
 
 
 @dataclass(frozen=True)
