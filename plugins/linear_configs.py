@@ -143,7 +143,7 @@ def _read_measured(
 MEASURED = _read_measured("sm90", _SM90)
 # (n, k, geglu): parts of sums of "groups" by columns. 27B on an H100, 2026-11-27: in all 1.49 times as fast as "tiles"
 # at 32 rows, and 1.1 times at 16.
-_GROUPS_SM90 = {
+MEASURED_GROUPS = {
     (5376, 21504, False): {16: 6, 32: 3}, (21504, 5376, True): {16: 1, 32: 1},
     (5376, 4096, False): {16: 3, 32: 3}, (8192, 5376, False): {16: 4, 32: 2},
 }  # fmt: skip
@@ -175,7 +175,7 @@ def groups_config(target: str, shape: LinearShape, tokens: int) -> LinearConfig 
     """Choose a configuration by warp groups where one was measured. It takes ordered x, so a step that has it for some
     of its layers alone cannot use it."""
     bucket, none = find_bucket(tokens), dict[int, int]()
-    splits = _GROUPS_SM90.get((shape.n, shape.k, shape.geglu), none) if target == "sm90" else none
+    splits = MEASURED_GROUPS.get((shape.n, shape.k, shape.geglu), none) if target == "sm90" else none
     if bucket not in splits or not shape.four_bit or shape.weights.minimums:
         return None
     return LinearConfig(GROUPS, 64 if shape.geglu else 128, 128, bucket, splits[bucket], 4, 3)

@@ -90,7 +90,7 @@ def _spread_scales(scale, rows: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _sum_parts(acc, to, counter, part, inside, SPLITS: gl.constexpr, SIZE: gl.constexpr, AT_ONCE: gl.constexpr):
-    """As `linear.sum_splits`; of the parts at `to`, SIZE apart, AT_ONCE are on their way at once."""
+    """Sum as `linear.sum_splits`; of the parts at `to`, SIZE apart, AT_ONCE are on their way at once."""
     gl.store(to + part * SIZE, acc, mask=inside, cache_modifier=".cg")
     gl.thread_barrier()
     last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1

@@ -28,7 +28,7 @@ def pointers_of(call: Launch) -> dict[str, Any]:
     """Arguments with addresses in place of tensors."""
     return {
         n: a.data_ptr() if isinstance(a, torch.Tensor)
-        else a._replace(address=a.address.data_ptr()) if isinstance(a, TensorMap) and not isinstance(a.address, int)
+        else TensorMap(a.address.data_ptr(), *a[1:]) if isinstance(a, TensorMap) and not isinstance(a.address, int)
         else a
         for n, a in call.arguments.items()
     }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.launch import CudaLauncher, dependent_config
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, TensorMap
 
 ARGUMENTS = (("data", "*fp16"), ("table", "*i32"), ("count", "i32"), ("stride", "i64"), ("scale", "fp32"))
 VALUES = {"data": 0x7F00_0000_0010, "table": 0x7F00_0000_0204, "count": -3, "stride": 1 << 40, "scale": 0.1}
@@ -112,6 +112,50 @@ def test_much_shared_memory_is_opted_in() -> None:
     assert "cuFuncSetAttribute" not in driver.names()
     CudaLauncher(driver).launch(kernel(shared_bytes=48 * 1024 + 1), Launch((1, 1, 1), VALUES), 0)
     assert ("cuFuncSetAttribute", 31, 8, 48 * 1024 + 1) in driver.calls
+
+
+def test_tensor_maps_are_encoded_once_and_passed_by_value() -> None:
+    """Sizes and strides in bytes come innermost first. Three of both, which no kernel reads, follow."""
+    encoded: list[tuple[Any, ...]] = []
+    arguments = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+        *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    ]
+    longs, ints = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+    arguments += [longs, longs, ints, ints, *[ctypes.c_int] * 4]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+    def encode(to: int, *given: Any) -> int:
+        item, rank, address, sizes, strides, box, steps, *rest = given
+        encoded.append((to % 64, item, rank, address, sizes[:3], strides[:2], box[:3], steps[:3], rest))
+        ctypes.memset(to, 0x40 + len(encoded), 128)
+        return int(address == 0xBAD)
+
+    class MapDriver(FakeDriver):
+        def cuGetProcAddress(self, name: bytes, *_: int) -> tuple[Any, ...]:
+            assert name == b"cuTensorMapEncodeTiled"
+            return Status.CUDA_SUCCESS, ctypes.cast(encode, ctypes.c_void_p).value, 0
+
+        def _read(self, address: int) -> None:
+            places = (ctypes.c_void_p * 10).from_address(address)
+            self.parameters = [ctypes.string_at(places[1], 128), ctypes.c_int32.from_address(places[0]).value]
+            assert all(places)
+
+    driver, type_ = MapDriver(), "tensordesc<bf16[2, 32, 64],NVMMASharedLayout(swizzle_byte_width=128, rank=3)>"
+    launcher, mapped = CudaLauncher(driver), kernel(arguments=(("n", "i32"), ("x", type_)), aligned=frozenset())
+    other = TensorMap(0x20, (84, 7, 64), (128, 10752))
+    for n, array in enumerate((TensorMap(0x10, (84, 7, 64), (128, 10752)), other, TensorMap(*other))):
+        launcher.launch(mapped, Launch((1, 1, 1), {"n": n, "x": array}), 0)
+        assert driver.parameters == [bytes([0x41 + min(n, 1)]) * 128, n]
+    assert encoded[0] == (0, 9, 3, 0x10, [64, 7, 84], [10752, 128], [64, 32, 2], [1, 1, 1], [0, 3, 2, 0])
+    assert len(encoded) == 2
+    with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled failed: 1"):
+        launcher.launch(mapped, Launch((1, 1, 1), {"n": 0, "x": TensorMap(0xBAD, *other[1:])}), 0)
+    with pytest.raises(ValueError, match="x"):
+        launcher.launch(mapped, Launch((1, 1, 1), {"n": 0}), 0)
 
 
 def read_config(config: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -151,4 +152,6 @@ def test_warp_groups_fit_their_registers(columns: int, monkeypatch: pytest.Monke
     kernel = aot.compile_kernel(linear_spec(shape, config, "sm90"), "sm90")
     registers = 168 if columns == 32 else 128
     assert texts[0].count("wgmma.mma_async") == 4 * 4 and "shfl" not in texts[0]
+    sizes = re.findall(r"\.param \.(?:align 64 \.)?([bu]\w+|f32)", texts[0])
+    assert sizes[:7] == ["b8", *["u32"] * 3, *["u64"] * 3] and sizes.count("b8") == 3, "maps, their sizes and strides"
     assert f".maxnreg {registers}" in texts[0] and 3 * kernel.shared_bytes < aot.SHARED_LIMIT["sm90"]

@@ -34,7 +34,7 @@ from wicore_trt.plugins.decode_layout import DecodeConfig
 from wicore_trt.plugins.kernels import step_specs
 from wicore_trt.plugins.kernels.step_specs import StepConfig
 from wicore_trt.plugins.launch import MAP_TYPE, ParameterBlock
-from wicore_trt.plugins.layout import Launch
+from wicore_trt.plugins.layout import Launch, TensorMap
 from wicore_trt.runtime.batch import SequenceSlice
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
 from wicore_trt.runtime.exchange import RankExchange
@@ -134,7 +134,7 @@ class InterpretingLauncher:
                 arguments[name] = self._at(arguments[name], POINTED[type_])
             elif found := MAP_TYPE.match(type_):
                 at = self._at(arguments[name].address, POINTED["*" + found["item"]])
-                arguments[name] = arguments[name]._replace(address=at)
+                arguments[name] = TensorMap(at, *arguments[name][1:])
         if not self.idles and spec.function.is_gluon():
             gluon_numpy.launch(spec, Launch(call.grid, arguments))
         elif not self.idles:
