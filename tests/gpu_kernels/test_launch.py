@@ -117,13 +117,7 @@ def test_much_shared_memory_is_opted_in() -> None:
 def test_tensor_maps_are_encoded_once_and_passed_by_value() -> None:
     """Sizes and strides in bytes come innermost first. Three of both, which no kernel reads, follow."""
     encoded: list[tuple[Any, ...]] = []
-    arguments = [
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        ctypes.c_uint64,
-        *[ctypes.POINTER(ctypes.c_uint64)] * 2,
-    ]
+    arguments: list[Any] = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64]
     longs, ints = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
     arguments += [longs, longs, ints, ints, *[ctypes.c_int] * 4]
 
