@@ -125,7 +125,8 @@ def test_rows_that_were_overwritten_are_no_result(new_group, when: str, method: 
 def test_ranks_with_different_rows_end_a_step_if_they_compare(
     tmp_path: Path, new_group, kernels: str, compares: bool
 ) -> None:
-    """Rows that no exchange shows: they differ behind it, or in their order alone; or the head reads others."""
+    """Rows that no exchange shows: they differ behind it, or in their order alone; or the head reads
+    others, or a rank has another token or page, of which sums are alike on all."""
     write_tiny_source(tmp_path / "source")
     engine = build_engine(tmp_path / "source", tmp_path / "engine", tp_size=2, page_tokens=PAGE)
     options = ExecutorOptions(device="cpu", kernels=kernels, threads=1, kv_pages=PAGES, compare_ranks=compares)
@@ -138,11 +139,21 @@ def test_ranks_with_different_rows_end_a_step_if_they_compare(
     def read_other(end: RankExchange) -> torch.Tensor:
         return parts[end.rank].logits(StepBatch([greedy_slice()]), torch.tensor([end.rank]))
 
+    def read_tokens(end: RankExchange) -> StepResult:
+        piece = greedy_slice()
+        piece.token_ids = [3, 4 + end.rank]
+        return parts[end.rank].execute(StepBatch([piece]))
+
+    def read_pages(end: RankExchange) -> StepResult:
+        piece = greedy_slice()
+        piece.pages = {**piece.pages, "local": [end.rank]}
+        return parts[end.rank].execute(StepBatch([piece]))
+
     def compare_moved(end: RankExchange) -> None:
         end.compare_rows(torch.arange(4.0).roll(2 * end.rank))
 
     assert run_all(group, run)[0].sampled  # type: ignore
-    for different in (read_other, compare_moved):
+    for different in (read_other, read_tokens, read_pages, compare_moved):
         with pytest.raises(RankError, match="different rows") if compares else nullcontext():
             run_all(group, different)  # type: ignore[arg-type]
     add = group[1].sum_rows
@@ -296,7 +307,7 @@ def test_an_error_within_a_step_ends_the_group_and_a_later_one_does_not(
             with pytest.raises(ZeroDivisionError):
                 executor.execute(StepBatch([greedy_slice()]))
         assert executor.execute(StepBatch([greedy_slice()])).sampled
-        monkeypatch.setattr(local, "_find_features", lambda: 1 / 0)
+        monkeypatch.setattr(local, "_step_ops", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             executor.execute(StepBatch([greedy_slice()]))
         with pytest.raises(RankError, match="rank 0 failed in a step"):

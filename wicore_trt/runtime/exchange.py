@@ -70,12 +70,12 @@ class RankExchange:
         return x
 
     def compare_rows(self, *parts: torch.Tensor) -> None:
-        """Compare the bits of contiguous rows of all ranks, where `compares` says so. Raises RankError."""
+        """Compare the bits of contiguous tensors of all ranks, where `compares` says so. Raises RankError."""
         if not self.compares:
             return
         told = reduce(lambda before, part: zlib.crc32(part.view(torch.uint8).numpy().data, before), parts, 0)
         if len({*self._meet_ranks(told).values()}) > 1:
-            raise RankError("ranks hold different rows behind the last layer")
+            raise RankError("ranks hold different rows or tokens")
 
     def find_own_tokens(self, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Find `token_ids`, int64 [N], in a table that is split by tokens, `size` rows on each rank. Return the rows

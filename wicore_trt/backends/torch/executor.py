@@ -62,7 +62,7 @@ class TorchExecutor:
         """Load `engine` from disk, or run the tensors of one that is in memory. `ranks`: run the part of its rank,
         and sample on rank 0 alone. Raises EngineFormatError for weights that do not fit, and for tp > 1 without
         `ranks`, EnvironmentUnfitError for a missing device or missing kernels, ConfigError for too little KV memory."""
-        rank = None if ranks is None else ranks.rank
+        self._ranks, rank = ranks, None if ranks is None else ranks.rank
         if ranks is not None:
             ranks.compares = settings.compare_ranks
         loaded = engine if isinstance(engine, EngineTensors) else load_engine_tensors(engine, rank)
@@ -119,7 +119,7 @@ class TorchExecutor:
         probe = None if layer is None else AttentionProbe(layer, inputs.cu_seqlens[1:].long() - 1)
         self._page_copies.begin_step(batch)
         with self._active(), torch.inference_mode():
-            logits = forward(self._step_ops(inputs, probe, self._find_features()), self.spec)
+            logits = self._run_model(inputs, probe)
             if not self._samples:
                 return StepResult([])
             result = self._sampler.step(logits, batch.slices)
@@ -134,11 +134,14 @@ class TorchExecutor:
         tokens. For evaluation; valid until the next step."""
         inputs = StepInputs.from_batch(batch, self.layout, tuple(self.layout.num_pages))
         with self._active(), torch.inference_mode():
-            ops = self._step_ops(replace(inputs, sample_rows=rows), None, self._find_features())
-            return forward(ops, self.spec)
+            return self._run_model(replace(inputs, sample_rows=rows))
 
-    def _find_features(self) -> torch.Tensor | None:
-        return None if self.images is None else self.images.features
+    def _run_model(self, inputs: StepInputs, probe: AttentionProbe | None = None) -> torch.Tensor:
+        if self._ranks is not None:  # sums would hide that a rank has other tokens
+            tables = inputs.page_tables.values()
+            self._ranks.compare_rows(inputs.token_ids, inputs.positions, inputs.cu_seqlens, *tables)
+        features = None if self.images is None else self.images.features
+        return forward(self._step_ops(inputs, probe, features), self.spec)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
