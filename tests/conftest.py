@@ -74,8 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_garbage(request: pytest.FixtureRequest) -> None:
-    """A module that collects garbage walks over its own objects, and not over all that others have loaded."""
-    if getattr(request.module, "gc", None) is gc:
+    """A module that collects garbage, as benchmarks do, walks over its own objects, and not over all that others have
+    loaded."""
+    if getattr(request.module, "gc", None) is gc or request.path.parent.name == "bench":
         gc.collect()
         gc.freeze()
 

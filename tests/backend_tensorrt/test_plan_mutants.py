@@ -269,7 +269,7 @@ def test_the_lowering_as_it_is_passes(model: TinyModel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] if i % 4 else []) for i, name in enumerate(sorted(MUTANTS))],
+    [pytest.param(name, marks=[pytest.mark.long] if i % 8 else []) for i, name in enumerate(sorted(MUTANTS))],
 )
 def test_a_mutant_is_noticed(name: str, model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

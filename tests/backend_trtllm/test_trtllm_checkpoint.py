@@ -68,7 +68,7 @@ def test_no_scaling_without_a_factor(tmp_path: Path) -> None:
     assert config["rotary_scaling"] is None
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_fp8_is_requantized_once(tmp_path: Path, tp: int) -> None:
     """Against torch's own cast: one scale per tensor over all ranks, shared where TensorRT-LLM stacks two linears."""
     made = checkpoint(tmp_path, seed=SEED, dtype="fp8", tp=tp, static=True)
@@ -98,7 +98,7 @@ def test_fp8_is_requantized_once(tmp_path: Path, tp: int) -> None:
             assert torch.equal(theirs[key], ours[key]) and theirs[key].shape == (1,)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "fp8"])
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_kv_scales_travel_only_with_an_fp8_cache(tmp_path: Path, dtype: str, kv_fp8: bool) -> None:
     made = checkpoint(tmp_path, dtype=dtype, kv_scales=True)

@@ -7,7 +7,9 @@ import pytest
 from benchmarks.kv.policies import WORKLOADS, main, shortfall, trace
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if i % 3 else []) for i, name in enumerate(sorted(WORKLOADS))]
+)
 def test_workloads_are_functions_of_the_seed_and_have_chains(name: str) -> None:
     requests = trace(name, 50, 0)
     assert requests == trace(name, 50, 0)

@@ -68,7 +68,8 @@ def test_each_source_compiles_without_a_warning(compiler: str, built: dict[str, 
         assert done.returncode == 0, f"{compiler} {name}: {done.stderr[:2000]}"
 
 
-@pytest.mark.parametrize("library", ["libstdc++", pytest.param("libc++", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("library", ["libstdc++", "libc++"])
 def test_each_header_compiles_alone(library: str) -> None:
     """libc++ brings in far fewer headers by accident."""
     need("clang++")

@@ -25,7 +25,7 @@ def workers_of(session: int) -> list[int]:
     return [int(line.split()[0]) for line in shown.splitlines() if WORKERS in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_no_worker_outlives_the_build(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SIZES.items():
         monkeypatch.setitem(tiny_source.CONFIG, name, value)  # type: ignore[arg-type]

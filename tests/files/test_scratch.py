@@ -272,7 +272,7 @@ def killed_at(stop: int, out: Path, force: bool) -> bool:
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("old", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("old", [pytest.param(False, marks=pytest.mark.long), True], ids=["new", "replaced"])
 def test_a_kill_at_every_system_call_loses_nothing(old: bool, exchanges: bool, tmp_path: Path) -> None:
     """Every call on a file is the last one once. Then the output is old or new or (between two renames) comes back, and
     the next run leaves nothing behind."""

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kv.fleet import fill_records, geometry_of, measure, start
 
 
-@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("records", [pytest.param(False, marks=pytest.mark.long), True])
 def test_pages_of_a_killed_process_are_found(tmp_path: Path, records: bool) -> None:
     found = measure(tmp_path, "gemma3-27b", 2, 2048, 1 << 33, records=records)
     local = 32 if records else 33  # serving keeps the window of the same prompt, too

@@ -63,7 +63,7 @@ def replay(policy: A2CRPolicy, capacity: int, pages: list[int]) -> int:
     return hits
 
 
-@pytest.mark.parametrize("kind", ["popular", "recent"])
+@pytest.mark.parametrize("kind", ["popular", pytest.param("recent", marks=pytest.mark.long)])
 def test_the_rate_adapts_to_the_traffic(kind: str) -> None:
     """A fixed popularity wants slow decay; a working set that moves on wants fast decay."""
     rng, capacity = random.Random(3), 100

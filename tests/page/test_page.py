@@ -214,6 +214,7 @@ def test_settings_are_sent_and_text_goes_on_without_a_template(opened):
         page.close()  # before the server, which it asks every second
 
 
+@pytest.mark.long
 def test_a_key_is_asked_for_and_kept_in_the_tab(opened):
     with server(chat=True, server={"api_key": KEY}) as url:
         page = opened(url, allowed="401")

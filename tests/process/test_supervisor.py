@@ -136,7 +136,7 @@ async def answer(stub, prompt: str, count: int) -> str:
     return "".join([r.delta.text or r.finish.delta.text async for r in stub.Generate(request(prompt, count))])
 
 
-@pytest.mark.parametrize("name", ["engine", "front"])
+@pytest.mark.parametrize("name", ["engine", pytest.param("front", marks=pytest.mark.long)])
 async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name):
     async with supervised(tmp_path, dies=name, patience=1, together_s=0.3) as server:  # the last words come last
         code, log = await server.end()
@@ -146,6 +146,7 @@ async def test_a_process_that_ends_whenever_it_starts_is_given_up(tmp_path, name
         await server.all_gone()
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_killed_again_and_again_is_started_after_longer_and_longer_pauses(tmp_path):
     """As the system does where memory runs out each time. The log says so."""
     async with supervised(tmp_path, patience=1, together_s=0.1, quick_s=1000.0) as server:
@@ -327,6 +328,7 @@ async def test_a_signal_while_the_engine_loads(tmp_path, number, expected_code):
         await server.all_gone()
 
 
+@pytest.mark.long
 async def test_a_signal_while_the_next_engine_loads(tmp_path):
     hold = tmp_path / "hold"
     async with supervised(tmp_path, hold=str(hold)) as server:

@@ -205,7 +205,8 @@ def all_logits(executor: TorchExecutor | RankedExecutor, seed: int) -> torch.Ten
     ("tp", "kernels", "build", "kv_heads"),
     [
         (2, "native", {"dtype": "float32"}, 2),
-        (2, "torch", {"dtype": "bfloat16", "kv_dtype": "fp8"}, 1),  # more ranks than KV heads
+        # more ranks than KV heads
+        pytest.param(2, "torch", {"dtype": "bfloat16", "kv_dtype": "fp8"}, 1, marks=pytest.mark.long),
         pytest.param(4, "torch", {"dtype": "float32"}, 2, marks=pytest.mark.long),
         pytest.param(2, "auto", {"dtype": "q4_0"}, 2, marks=pytest.mark.long),  # shards: tests/checkpoint/test_q4_0.py
     ],
@@ -332,7 +333,7 @@ def list_open() -> list[str]:
     return sorted(os.readlink(file) for file in files if os.path.lexists(file))
 
 
-@pytest.mark.parametrize("fault", ["no process starts", "no disk"])
+@pytest.mark.parametrize("fault", ["no process starts", pytest.param("no disk", marks=pytest.mark.long)])
 def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Before ranks are there, or when all have loaded: neither files nor processes."""
     write_tiny_source(tmp_path / "source")

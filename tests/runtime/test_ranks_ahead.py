@@ -91,6 +91,7 @@ def test_two_ranks_choose_the_tokens_of_one(two: RankedAheadExecutor) -> None:
     assert len({*told}) == 3, "of a row that differs nobody tells"
 
 
+@pytest.mark.long
 def test_pages_of_both_ranks_go_and_come(two: RankedAheadExecutor) -> None:
     """In batches, before the next step; a page in other slots is the page that it was."""
     copier, size = two.copier, two.layout.page_bytes

@@ -136,7 +136,7 @@ def test_fp8_weights_meet_16_bit_rows_in_small_steps(
     specs_of.cache_clear()
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_fp8_weights_meet_fp8_rows_in_large_steps(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By cuBLAS, and by Triton's kernels where those are faster. A value between two of E4M3 may be rounded the other
     way, which in a tiny model moves logits by a twentieth or less; so half of the prompts must agree closely."""
@@ -181,7 +181,7 @@ def greedy(seq_id: int, token_ids: list[int], start: int, pages: list[int], **mo
     return SequenceSlice(seq_id, token_ids, start, dict.fromkeys(GROUPS, pages), **given)
 
 
-@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("invariant", [pytest.param(True, marks=pytest.mark.long), False])
 def test_padded_decode_steps_compute_the_same(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs: rows of nobody fill the bucket; tokens are the largest logits; a page of NaN fails its sequence alone.
     Other rows in a step leave the bits alone in batch-invariant engines, and in others what is computed."""

@@ -122,6 +122,7 @@ def test_two_measured_steps_under_way_keep_their_masses_apart() -> None:
     assert len({str(r.attention) for r in results[0]}) == 4
 
 
+@pytest.mark.long
 def test_the_engine_runs_ahead_of_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of an engine that does not measure; every measured mass reaches the signals."""
     model, rng = small_model(random.randrange(1000)), random.Random()
