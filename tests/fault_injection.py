@@ -13,11 +13,21 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from wicore_trt.kv.disk.files import ALIGN, Files, aligned_buffer, move_buffers
+
+
+def by_turns(kinds: Iterable[enum.Enum], first: int) -> list[Any]:
+    """`kinds` as parameters of a test, every second one from `first` on in each run and the others in the long profile.
+    The store alone and a whole engine begin with different ones, so that each run meets every kind."""
+    import pytest  # a campaign on a GPU's machine does without
+
+    long = ([], [pytest.mark.long])
+    return [pytest.param(kind, id=kind.name.lower(), marks=long[(n - first) % 2]) for n, kind in enumerate(kinds)]
 
 
 class Fault(enum.Enum):

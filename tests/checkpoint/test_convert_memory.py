@@ -82,6 +82,7 @@ def _peak(source: Path, output: Path, dtype: str, tp: int) -> int:
     return int(run.stdout) * 1024
 
 
+@pytest.mark.long
 def test_peak_stays_below_the_largest_tensor(disk: Path) -> None:
     _, largest = _write(disk / "m", SCALED)
     peak = _peak(disk / "m", disk / "c", "fp8", 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from disk_campaign import LIMIT, SLOT, Campaign, make_page, namespace, open_store, other_rank
 from disk_damage import Damage, Vandal
-from fault_injection import Fault, FaultPlan, FaultyFiles, flip_host_bits
+from fault_injection import Fault, FaultPlan, FaultyFiles, by_turns, flip_host_bits
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher
@@ -87,7 +87,7 @@ def test_each_fault_is_noticed(tmp_path: Path, fault: Fault) -> None:
     campaign.store.close()
 
 
-@pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("fault", by_turns(Fault, 0))
 def test_no_fault_in_any_file_gives_a_wrong_read(tmp_path: Path, fault: Fault) -> None:
     """Index, namespace.json and lock included, over restarts; then the store works again."""
     plan = FaultPlan({fault: 0.3}, seed=SEED, hang_s=0.001)
@@ -103,7 +103,7 @@ def test_no_fault_in_any_file_gives_a_wrong_read(tmp_path: Path, fault: Fault) -
     campaign.store.close()
 
 
-@pytest.mark.parametrize("kind", list(Damage), ids=lambda kind: kind.name.lower())
+@pytest.mark.parametrize("kind", by_turns(Damage, 0))
 def test_no_damage_between_runs_gives_a_wrong_read(tmp_path: Path, kind: Damage) -> None:
     cipher = PageCipher(os.urandom(32)) if random.random() < 0.3 else None
     other = other_rank(tmp_path / "other") if kind.name.startswith("FOREIGN") else None

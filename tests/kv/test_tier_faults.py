@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from campaign import SLOT, Shape, Stack, Table
 from disk_damage import Damage, Vandal
-from fault_injection import Fault, FaultPlan, FaultyFiles, flip_bit
+from fault_injection import Fault, FaultPlan, FaultyFiles, by_turns, flip_bit
 
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.pages.page import Page
@@ -138,7 +138,7 @@ def test_flipped_bits_in_host_memory(tmp_path: Path, disk: bool) -> None:
     stack.close()
 
 
-@pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("fault", by_turns(Fault, 1))
 def test_each_fault_of_the_disk(tmp_path: Path, fault: Fault) -> None:
     slow = fault in HANGS
     plan = FaultPlan({fault: 0.01 if slow else 0.2}, seed=SEED, hang_s=0.15, only=None if slow else slabs)
@@ -159,7 +159,7 @@ def test_each_fault_of_the_disk(tmp_path: Path, fault: Fault) -> None:
     stack.close()
 
 
-@pytest.mark.parametrize("kind", list(Damage), ids=lambda kind: kind.name.lower())
+@pytest.mark.parametrize("kind", by_turns(Damage, 1))
 def test_each_damage_to_the_files_between_runs(tmp_path: Path, kind: Damage) -> None:
     other = None
     if kind.name.startswith("FOREIGN"):
