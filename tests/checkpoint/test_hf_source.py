@@ -129,7 +129,7 @@ def test_broken_weight_files(tmp_path: Path) -> None:
     cases = {
         pointer: "Git LFS pointer.*git lfs pull",
         whole[:-1]: f"truncated: {len(whole) - 1} bytes of {len(whole)}",
-        whole + b"x": "bytes of",
+        whole + b"x": f"goes on behind its last tensor: {len(whole) + 1} bytes of {len(whole)}",
         whole[:100]: "truncated",
         b"": "truncated",
         b"\xff" * 64: "truncated or not a safetensors",

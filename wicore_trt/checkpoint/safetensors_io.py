@@ -154,7 +154,8 @@ def _read_header(path: Path, door: UntrustedFiles) -> tuple[dict[str, TensorInfo
             raise door.make_error(path, f"places {named(name)} at byte {first_byte} of the data, not {end}: it {kind}")
         tensors[name], offsets[name], end = info, 8 + length + first_byte, last
     if size != 8 + length + end:
-        raise door.make_error(path, f"is truncated: {size} bytes of {8 + length + end}")
+        kind = "is truncated" if size < 8 + length + end else "goes on behind its last tensor"
+        raise door.make_error(path, f"{kind}: {size} bytes of {8 + length + end}")
     return tensors, offsets
 
 
