@@ -216,7 +216,7 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
 
 
 def check_vision(
-    vision: VisionSpec, text: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str = "The source"
+    vision: VisionSpec, text: Gemma3Spec, present: Mapping[str, tuple[int, ...]], place: str
 ) -> dict[str, tuple[int, ...]]:
     """Compare a source's canonical tensors with those of its image encoder, whose shapes are returned. Raises
     CheckpointError that lists missing, unknown or wrong ones, and for an encoder of another text model."""

@@ -74,7 +74,7 @@ def find_form(path: Path, config: Mapping[str, Any], door: UntrustedFiles) -> Pa
     return forms[0] if forms else None
 
 
-def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str] | None, kept: int = 0) -> str:
+def describe_form(form: PackedForm, dtype: str, count: int, scales: Collection[str] | None, kept: int) -> str:
     """Say how `count` tensors of a form were read into a checkpoint of `dtype`, which has these of the source's static
     `scales`, by name, or calibrated ones (None); of a q4_0 checkpoint, `kept` fit it exactly."""
     static, kv = (any(part in name for name in scales or ()) for part in ("activation_", "kv_cache_"))

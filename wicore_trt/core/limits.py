@@ -38,7 +38,7 @@ class Limits:
     def bound_waits(self) -> bool:
         return self.max_queue_s is not None or self.target_ttft_s is not None
 
-    def patience_s(self, prompt_s: float, left_s: float | None = None) -> float:
+    def patience_s(self, prompt_s: float, left_s: float | None) -> float:
         """Return how long a request may wait if its prefill takes `prompt_s` and its deadline is `left_s` away."""
         least = math.inf if left_s is None else left_s
         if self.max_queue_s is not None:

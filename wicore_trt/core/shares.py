@@ -52,7 +52,7 @@ class Gate:
             del self._taken[tenant]
 
     @contextmanager
-    def hold_place(self, tenant: str = "") -> Iterator[None]:
+    def hold_place(self, tenant: str) -> Iterator[None]:
         """Hold a place. Raises QueueFullError as `take_places` does."""
         self.take_places(tenant, 1)
         try:

@@ -14,7 +14,6 @@ from importlib.resources import files
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 PREFIX = "/page/"
@@ -71,7 +70,3 @@ def load_assets() -> Mapping[str, Asset]:
                 found[prefix + entry.name] = Asset(entry.read_bytes(), media, lasting=folder is not static)
     found["/"] = found.pop(PREFIX + INDEX)
     return found
-
-
-def make_page_routes() -> list[Route]:
-    return [Route(path, asset, methods=["GET"]) for path, asset in load_assets().items()]

@@ -24,7 +24,7 @@ from wicore_trt.http.bodies import OBJECT, TEXT, object_of
 from wicore_trt.http.context import Context
 from wicore_trt.http.intake import decode_json, parse_body, read_body
 from wicore_trt.http.metrics import serve_metrics
-from wicore_trt.http.page import make_page_routes
+from wicore_trt.http.page import load_assets
 from wicore_trt.http.replies import json_reply, run_unless_gone
 from wicore_trt.http.socket import PATH, StreamSocket
 
@@ -187,4 +187,5 @@ def make_routes(context: Context) -> list[routing.BaseRoute]:
     """Make Starlette's routes of the table, the page and the WebSocket."""
     served = (*ROUTES, Route("/openapi.json", serve_openapi), Route("/metrics", serve_metrics))
     found = [routing.Route(r.path, Endpoint(context, r), methods=[r.method]) for r in served]
-    return [*found, *make_page_routes(), routing.WebSocketRoute(PATH, StreamSocket(context))]
+    page = [routing.Route(path, asset, methods=["GET"]) for path, asset in load_assets().items()]
+    return [*found, *page, routing.WebSocketRoute(PATH, StreamSocket(context))]

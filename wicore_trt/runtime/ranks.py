@@ -61,7 +61,7 @@ class MessageSocket:
         """Send a message; any thread may. Raises OSError when the other side has ended."""
         self.send_encoded(encode_message(message), fds)
 
-    def send_encoded(self, data: bytes, fds: Sequence[int] = ()) -> None:
+    def send_encoded(self, data: bytes, fds: Sequence[int]) -> None:
         with self._lock:
             sent = socket.send_fds(self._sock, [data], fds) if fds else 0
             self._sock.sendall(data[sent:])

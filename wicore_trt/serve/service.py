@@ -175,7 +175,7 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
                     await context.write_message(message)
 
     async def follow_kv_events(
-        self, who: Identity, after: Position, replica: int | None = None
+        self, who: Identity, after: Position, replica: int | None
     ) -> AsyncGenerator[Change, None]:
         """Follow what the KV cache of a replica gains and loses: all pages for an operator, else the tenant's own.
         Raises InvalidRequestError for a replica that does not exist, or unless one of several is named, and

@@ -21,7 +21,6 @@ from wicore_trt.backends.triton.tiles import dequantize_blocks, pack_scales, pac
 from wicore_trt.checkpoint.names import Role, kv_scale_name, run_weights, weight_minimum_name, weight_scale_name
 from wicore_trt.errors import EngineFormatError
 from wicore_trt.model.gemma3 import EMBEDDING, LM_HEAD, layer_weight
-from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.plugins.linear_layout import geglu_exponent
 from wicore_trt.runtime.device_weights import join_rows, load_weights, make_rope_tables
 from wicore_trt.runtime.dtypes import E4M3, TORCH_DTYPES
@@ -95,7 +94,7 @@ def finish_constants(
         known = {kv_scale_name(layer): one for layer in range(spec.num_layers)} | known
     exponents = {}
     if shape.dtype == "float16":
-        _prove_norms(spec, known)
+        _prove_norms(known)
         for layer in range(spec.num_layers):
             name, norm = layer_weight(layer, "mlp.gate_up"), known[layer_weight(layer, "pre_feedforward_layernorm")]
             scale, minimum = known.get(weight_scale_name(name)), known.get(weight_minimum_name(name))
@@ -164,7 +163,7 @@ def make_dummy_weights(shape: EngineShape, device: torch.device) -> dict[str, to
     return weights
 
 
-def _prove_norms(spec: Gemma3Spec, weights: Mapping[str, torch.Tensor]) -> None:
+def _prove_norms(weights: Mapping[str, torch.Tensor]) -> None:
     """Prove |norm(x) * w| <= sqrt(n) max|w| to fit float16, for norms whose results become float16."""
     for name, weight in weights.items():
         if not name.endswith(("layernorm.weight", "ln_f.weight")) or ".post_" in name:

@@ -159,9 +159,9 @@ class PrefillMeter:
     def expected_seconds(self, slices: Sequence[tuple[int, int]]) -> float:
         return self._fit.predict((sum(n for _, n in slices), sum(n * (start + n / 2) for start, n in slices)))
 
-    def compute_rate(self, *, share: float = 1.0, delay_s: float = 0.0, slice_tokens: int = 256) -> ComputeRate:
+    def compute_rate(self, *, share: float = 1.0, slice_tokens: int = 256) -> ComputeRate:
         """Return the present estimate; the caller knows the load (see ComputeRate)."""
-        return ComputeRate(self._fit.p[0], self._fit.p[1], share, delay_s, slice_tokens)
+        return ComputeRate(self._fit.p[0], self._fit.p[1], share, slice_tokens=slice_tokens)
 
 
 class Drag:
