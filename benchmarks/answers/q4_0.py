@@ -84,15 +84,17 @@ class Comparison:
 
 
 @torch.inference_mode()
-def compare_answers(llm: LLM, model: Any, tokens: int, prompts: int, new_tokens: int) -> Comparison:
-    """Compare log-probabilities of a text in windows, and the greedy tokens of prompts. The reference is given the
-    engine's tokens, so that each position is judged whatever came before it."""
+def compare_answers(
+    llm: LLM, model: Any, tokens: int, prompts: int, new_tokens: int, *, scores: bool = True
+) -> Comparison:
+    """Compare log-probabilities of a text in windows, if the engine gives `scores` of prompts, and the greedy tokens of
+    prompts. The reference is given the engine's tokens, so that each position is judged whatever came before it."""
     ids, bos = llm.tokenizer.encode(default_text(), add_bos=False), llm.tokenizer.bos_id
     assert bos is not None
     windows = [[bos, *ids[at : at + WINDOW - 1]] for at in range(0, tokens, WINDOW - 1)]
     scored = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
     sums, count = [0.0, 0.0], 0
-    for (answer,), window in zip(llm.generate(windows, scored), windows, strict=True):
+    for (answer,), window in zip(llm.generate(windows, scored) if scores else (), windows, strict=scores):
         targets = torch.tensor(window[1:])
         logits = model(torch.tensor([window])).logits[0, :-1].double()
         rows = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
@@ -108,7 +110,7 @@ def compare_answers(llm: LLM, model: Any, tokens: int, prompts: int, new_tokens:
         logits = model(torch.tensor([[*start, *said[:-1]]]), logits_to_keep=kept).logits[0]
         gaps = logits.max(1).values - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
         differing += [(number, int(at), float(gaps[at])) for at in gaps.nonzero().flatten()]
-    engine, reference = (math.exp(total / count) for total in sums)
+    engine, reference = (math.exp(total / max(1, count)) for total in sums)
     return Comparison(count, engine, reference, prompts * new_tokens, differing)
 
 
@@ -131,7 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         model = load_reference(path)
         with LLM(engine.path, executor__kernels=args.kernels) as llm:
-            found = compare_answers(llm, model, args.tokens, args.prompts, args.new_tokens)
+            scores = args.backend == "torch"  # engines of other backends give none of prompts
+            found = compare_answers(llm, model, args.tokens, args.prompts, args.new_tokens, scores=scores)
             facts = {"kernels": llm.info.kernels, "head": engine.manifest.weights.head or engine.manifest.base_dtype}
     worst = max((gap for *_, gap in found.differing), default=0.0)
     print(json.dumps(facts | {

@@ -26,8 +26,9 @@ from tiny_source import write_tiny_source
 from wicore_trt.engine.build import build_engine
 from wicore_trt.process.child import PATIENCE, QUICK_S
 
-KILLS, IDLE = int(os.environ.get("RANK_KILLS", "50")), 10
-"""Kills, the last of which hit an idle server."""
+KILLS = int(os.environ.get("RANK_KILLS", "50"))
+IDLE = KILLS // 5
+"""Kills, the last of which hit an idle server. One takes some 13 s on GPUs."""
 GPU_SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 384, "max_position_embeddings": 2048,
 }  # fmt: skip
@@ -143,6 +144,7 @@ def test_fifty_kills_of_a_rank(tmp_path: Path, device: str, monkeypatch: pytest.
                 assert time.monotonic() < end, "nobody noticed"
                 time.sleep(0.02)
             assert not faults, faults
+            print(number + 1, "kills", dict(server.counts), flush=True)
         server.wait_until_ready()
         assert server.ask(prompts[0], 0)
         family = [*psutil.Process(server.process.pid).children(recursive=True)]
