@@ -175,7 +175,7 @@ class Memory:
 
 
 class Language:
-    """What kernels use of `gluon.language` and of its `hopper`; other names are layouts."""
+    """Names of `gluon.language` and of its `hopper` that kernels use; other names are layouts."""
 
     float32, float16, int32, int64, bfloat16 = np.float32, np.float16, np.int32, np.int64, BFLOAT16
     program, grid = 0, (1, 1, 1)

@@ -290,6 +290,7 @@ class TritonOps:
                 self._attend_prefill(*rows, layer, slices, tables)
         if layer + 1 == spec.num_layers and step.sampled is not None and not self._product.kernels:
             out = self._keep_sampled(out, step.sampled)
+        # `_grouped` once more: sampled rows alone may be few enough for warp groups where all rows were not
         return Value(self._order_rows(out) if self._grouped and not ordered else out)
 
     def measure_masses(self, layer: int, sequences: int, pages: int) -> None:
