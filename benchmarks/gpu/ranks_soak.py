@@ -135,6 +135,19 @@ def measure_memory(pids: list[int]) -> list[int]:
     ]
 
 
+def list_mappings(pids: list[int]) -> Counter[str]:
+    """List bytes of memory that is a process's own, by process and mapping."""
+    found, at = Counter[str](), ""
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, *rest = line.split()
+            if not name.endswith(":"):
+                at = f"{pid} {name} {' '.join(rest[4:])}"
+            elif name == "Anonymous:":
+                found[at] += int(rest[0]) << 10
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine")
@@ -153,7 +166,7 @@ def main() -> None:
     pids = [os.getpid(), *(process.pid for process in core.executor._group.processes)]  # noqa: SLF001
     soak = Soak(core, min(loaded.info.vocab_size, 256), given.context * 5 // 8, given.seed)
     begun, first, opened = time.monotonic(), None, 0
-    told = begun
+    told, mapped = begun, Counter[str]()
     try:
         while (now := time.monotonic()) < begun + 60 * given.minutes:
             soak.run_step()
@@ -162,8 +175,11 @@ def main() -> None:
                 files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
                 if now > begun + 60:
                     first, opened = first or memory, opened or files
+                    mapped = mapped or list_mappings(pids)
                     grown = [after - before for before, after in zip(first, memory, strict=True)]
-                    assert max(grown) < GROWTH, f"memory grew: {first} {memory}"
+                    assert max(grown) < GROWTH, (
+                        f"memory grew: {first} {memory}, most {(list_mappings(pids) - mapped).most_common(12)}"
+                    )
                     assert files <= opened + FILES, f"files are left open: {opened} {files}"
                 stats = core.stats()
                 print(

@@ -28,7 +28,7 @@ from wicore_trt.errors import CheckpointError, EngineFormatError, EnvironmentUnf
 from wicore_trt.llm import LLM
 from wicore_trt.runtime import exchange, rank_process, ranks
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
-from wicore_trt.runtime.exchange import RankExchange, create_memory
+from wicore_trt.runtime.exchange import RankExchange, create_memory, hash_bits
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.runtime.ranks import RankedExecutor
 from wicore_trt.types import SamplingParams
@@ -162,6 +162,23 @@ def test_ranks_with_different_rows_end_a_step_if_they_compare(
         run_all(group, run)  # type: ignore[arg-type]
     for part in parts:
         part.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_the_hash_of_rows_shows_values_that_change_or_move(dtype: torch.dtype) -> None:
+    info, generator = torch.iinfo(dtype), torch.Generator().manual_seed(7)
+    rows = torch.randint(info.min, info.max, (300, 24), generator=generator).to(dtype)
+    square = torch.zeros(24, 24, dtype=dtype)
+    square[3, 5] = 1
+    others = [rows.roll(1, 0), rows.roll(1, 1), rows[torch.randperm(300, generator=generator)], rows.flip(1), rows + 1]
+    for bit in range(8 * rows.itemsize):  # of two places: sums of the highest bits cancel each other
+        other = rows.clone()
+        other[[7, 7, 255], [2, 3, 20]] ^= torch.tensor(
+            info.min if bit == 8 * rows.itemsize - 1 else 1 << bit, dtype=dtype
+        )
+        others.append(other)
+    assert len({int(hash_bits(part)) for part in (rows, *others)}) == len(others) + 1
+    assert hash_bits(square) != hash_bits(square.T) and hash_bits(rows) == hash_bits(rows.clone())
 
 
 def test_tokens_of_other_ranks_have_no_row_here(new_group) -> None:

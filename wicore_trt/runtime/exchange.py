@@ -13,12 +13,13 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import cache, reduce
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import RankError
 
 Floats = npt.NDArray[np.float32]
@@ -154,3 +155,17 @@ def _receive_sum(peer: socket.socket) -> bytes | None:
         return None
     except OSError:
         return b""
+
+
+def hash_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Hash integers [rows, columns] to one int64 on their device, by sums modulo 2^64: of each row times odd weights,
+    then of these times others. So a value that changes or moves shows, where a plain sum hides the second."""
+    rows, columns = bits.shape
+    weights = _make_weights(bits.device, columns + div_ceil(rows, 256) * 256)
+    return ((bits * weights[:columns]).sum(1) * weights[columns:][:rows]).sum()
+
+
+@cache
+def _make_weights(device: torch.device, count: int) -> torch.Tensor:
+    drawn = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(count))
+    return (2 * drawn + 1).to(device)

@@ -21,6 +21,7 @@ import json
 import logging
 import secrets
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ from wicore_trt.request_fields import MAX_LOGPROBS
 from wicore_trt.runtime.batch import UNREAD, SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.cuda_coder import CodeKernels
 from wicore_trt.runtime.cuda_device import CudaDevice
-from wicore_trt.runtime.exchange import RankExchange
+from wicore_trt.runtime.exchange import RankExchange, hash_bits
 from wicore_trt.runtime.executor import PageCopier
 from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
@@ -93,7 +94,7 @@ class Loading:
 @dataclass(frozen=True)
 class SubmittedStep:
     """Step on the stream: its sampling `slices`, the `rows` of their logits, and indices `left` for the host to choose.
-    `results` are valid on the host after `wait()`, and so is `alike` (`_sum_alike`); `measured()` may be called then
+    `results` are valid on the host after `wait()`, and so is `alike` (`_hash_alike`); `measured()` may be called then
     (`_fetch_masses`)."""
 
     slices: list[SequenceSlice]
@@ -109,8 +110,8 @@ class TritonExecutor:
     """Implements `AheadExecutor`. `pools[group]` is the device tensor of the group's KV pages, as in KVLayout, the page
     first. `kernels` names target, kernels and mode, because each moves KV values by rounding. Measurements use `model`,
     `memory`, `block`, `graphs` (of decode steps by rows) and `prompt_graphs`. The results of `collect` are of no use on
-    ranks other than 0. `on_step` gets of each collected step what is the same on all ranks: tokens, statuses, and a sum
-    of rows."""
+    ranks other than 0. `on_step` gets of each collected step what is the same on all ranks: tokens, statuses, and
+    hashes of inputs and rows."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class TritonExecutor:
             results, found, masses = self._hosts[1]  # not those of the last step, which may be under way
             results.copy_(self.memory.results, non_blocking=True)
             measured = None if layer is None else self._fetch_masses(slices, places, masses)
-            alike = None if self.on_step is None else self._sum_alike(plan, ran, rows, places)
+            alike = None if self.on_step is None else self._hash_alike(batch.slices, plan, ran, rows, places)
             sampled = [s for s in batch.slices if s.sample]
             left = {s.seq_id for s, way in zip(slices, ways, strict=True) if way is HOST} if HOST in ways else ()
             hosts = [n for n, s in enumerate(sampled) if s.seq_id in left] if left else []
@@ -388,9 +389,12 @@ class TritonExecutor:
 
         return collect_finite
 
-    def _sum_alike(self, plan: RowPlan, ran: int, rows: list[int], places: list[int]) -> torch.Tensor:
-        """Sum the bits of what all ranks hold alike behind the step on the stream, of `ran` rows: the residual and what
-        the head has read, without rows of nobody; but norms, where rows have owners. Returns an int64 on its way."""
+    def _hash_alike(
+        self, given: Sequence[SequenceSlice], plan: RowPlan, ran: int, rows: list[int], places: list[int]
+    ) -> torch.Tensor:
+        """Hash tokens and pages `given`, and the bits of what all ranks hold alike behind the step on the stream, of
+        `ran` rows: the residual and what the head has read, without rows of nobody; but norms, where rows have owners.
+        Returns int64 values on their way to the host."""
         model, first, last = self.model, plan.decode.rows, max(rows) + 1
         if model.choose_way(ran) == OWN:
             parts = [model.view_shared(exchange_layout.NORMED, torch.int16, ran)]
@@ -399,7 +403,9 @@ class TritonExecutor:
             residual = model.residual.view(torch.int32)
             parts = [residual[:first], residual[begin : begin + plan.prefill.rows], head[: min(first, last)]]
             parts.append(head[begin:last])
-        return torch.stack([part.sum() for part in parts]).to("cpu", non_blocking=True)
+        tables = [(s.seq_id, [*s.token_ids], s.start, [[*s.pages[group]] for group in self.pools]) for s in given]
+        digest = torch.full((), zlib.crc32(repr(tables).encode()), dtype=torch.int64, device=parts[0].device)
+        return torch.stack([digest, *map(hash_bits, parts)]).to("cpu", non_blocking=True)
 
     def _count_pages(self, slices: list[SequenceSlice]) -> list[int]:
         return [div_ceil(s.start + len(s.token_ids), self.layout.page_tokens) for s in slices]
