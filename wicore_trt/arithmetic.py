@@ -35,3 +35,11 @@ def least_slabs(whole: tuple[int, int], local: tuple[int, int], window: int) -> 
     pages and of the most local ones it has. `window`: pages of a window; each may lie in its own slab, and so may the
     page that is being written. Global pages lie together, at least after the sequence has started again."""
     return div_ceil(*whole) + max(div_ceil(*local), window + 2)
+
+
+def count_lone_pages(tokens: int, window: int, batch: int, page_tokens: int, *, loads: bool) -> tuple[int, int, int]:
+    """Count the pages of one sequence of `tokens` tokens, computed `batch` at a time: its global ones, the most local
+    ones it has at once, and those of a window. With `loads` it may have the window of a prefix being loaded, too."""
+    whole, pages = div_ceil(tokens, page_tokens), div_ceil(window, page_tokens) + 1
+    local = min(div_ceil(window + batch, page_tokens) + 1, whole) + min(pages, whole) * loads
+    return whole, local, pages

@@ -13,7 +13,7 @@ from fakes import make_core
 from wicore_trt.config import KVSettings
 from wicore_trt.kv.disk.io import URGENT_AHEAD, Outcome
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
-from wicore_trt.kv.tiers.moves import Stage
+from wicore_trt.kv.tiers.moves import Fetch, Stage
 from wicore_trt.model.spec import GLOBAL
 from wicore_trt.types import GenerateRequest, SamplingParams
 
@@ -90,7 +90,9 @@ def test_the_store_reads_nothing_that_is_not_wanted(kept):
 def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
     tiers, pages = kept
     inbox = deque()
-    fetches = [tiers.up.fetch_page(page, inbox, lambda: False) for page in pages]
+    fetches = [Fetch(page, inbox, wanted=lambda: False) for page in pages]
+    for fetch in fetches:
+        tiers.up.begin_fetches([fetch])
     assert tiers.wait_idle(60)
     assert [fetch.stage for fetch in fetches] == [Stage.FAILED] * len(pages) and len(inbox) == len(pages)
     assert not tiers.movers.disk_traffic.failures and not tiers.up.waiting and not tiers.up.reading_bytes
@@ -101,7 +103,8 @@ def test_a_fetch_of_no_use_fails_and_its_page_stays(kept):
 def test_who_comes_after_a_read_was_left_out_has_it_read(kept):
     tiers, pages = kept
     inbox = deque()
-    first = tiers.up.fetch_page(pages[0], inbox, lambda: False)
+    first = Fetch(pages[0], inbox, wanted=lambda: False)
+    tiers.up.begin_fetches([first])
     while tiers.movers.mailbox.empty():
         pass  # it was left out, which nobody knows yet
     second = tiers.up.fetch_page(pages[0], inbox)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 
-from wicore_trt.arithmetic import div_ceil, first_visible_page
+from wicore_trt.arithmetic import count_lone_pages, div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
 from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, Entry, KVEventLog
 from wicore_trt.kv.memory import Memory, SharedMemory
@@ -116,11 +116,8 @@ class KVCacheManager:
 
     def can_run(self, tokens: int, chunk: int) -> bool:
         """Say whether a lone sequence of `tokens`, in chunks of `chunk`, fits; with tiers, even beside a load."""
-        whole = self.count_pages(tokens)
-        local = min(self.count_pages(self.window + chunk) + 1, whole)
-        if self.tiers is not None:
-            local += min(self.count_pages(self.window) + 1, whole)
-        return self.memory.holds_alone(whole, local, self.count_pages(self.window) + 1)
+        loads = self.tiers is not None
+        return self.memory.holds_alone(*count_lone_pages(tokens, self.window, chunk, self.page_tokens, loads=loads))
 
     def find_prefix(self, pages: SequencePages, tokens: Sequence[int]) -> PrefixHit:
         """Find the longest cached prefix that leaves a token of `tokens` to compute. Changes only `pages.keys`."""

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from wicore_trt.arithmetic import ITEM_BYTES, div_ceil, first_visible_page, least_slabs, pages_per_slab
+from wicore_trt.arithmetic import (
+    ITEM_BYTES,
+    count_lone_pages,
+    div_ceil,
+    first_visible_page,
+    least_slabs,
+    pages_per_slab,
+)
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
 from wicore_trt.kv.tiers.host import coded_geometry
@@ -124,10 +131,10 @@ class Geometry:
         if len(self.page_bytes) == 1:
             return None
         per_slab = pages_per_slab(self.page_bytes)
-        whole, size, window = div_ceil(tokens, self.page_tokens), self.page_tokens, self.spec.sliding_window
-        pages = div_ceil(window, size) + 1
-        local = min(div_ceil(window + max_batch_tokens, size) + 1, whole) + min(pages, whole) * loads
-        return least_slabs((whole, per_slab[GLOBAL]), (local, per_slab[LOCAL]), pages)
+        whole, local, window = count_lone_pages(
+            tokens, self.spec.sliding_window, max_batch_tokens, self.page_tokens, loads=loads
+        )
+        return least_slabs((whole, per_slab[GLOBAL]), (local, per_slab[LOCAL]), window)
 
     def device_sessions(self, nbytes: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
         """Count the sequences of `tokens` tokens for which `nbytes` are enough; see `device_bytes`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wicore_trt.arithmetic import div_ceil, least_slabs, pages_per_slab
+from wicore_trt.arithmetic import count_lone_pages, div_ceil, least_slabs, pages_per_slab
 from wicore_trt.errors import ConfigError
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 
@@ -48,11 +48,8 @@ def shared_pages(
         return None
     slab_pages = pages_per_slab(page_bytes)
     count = budget_bytes // (slab_pages[GLOBAL] * page_bytes[GLOBAL])
-    whole = div_ceil(max_context, page_tokens)
     tokens = spec.layer_group(LOCAL).window
-    window = div_ceil(tokens, page_tokens) + 1
-    local = min(div_ceil(tokens + max_batch_tokens, page_tokens) + 1, whole)
-    local += min(window, whole) * loads
+    whole, local, window = count_lone_pages(max_context, tokens, max_batch_tokens, page_tokens, loads=loads)
     if count < least_slabs((whole, slab_pages[GLOBAL]), (local, slab_pages[LOCAL]), window):
         return None
     return SharedPages({group: count * pages for group, pages in slab_pages.items()}, slab_pages)

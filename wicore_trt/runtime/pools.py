@@ -35,20 +35,18 @@ def layout_of(
     """Plan pools of `settings.kv_pages`, else one memory of `kv_bytes` (default `settings.kv_bytes`) for all layer
     groups. Memory too small to be shared is split into a pool for each group. Raises ConfigError where it does not hold
     one sequence of `max_context` tokens."""
-    itemsize = ITEM_BYTES[kv_dtype]
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
-    if settings.kv_pages is not None:
-        return sized_layout(spec, kv_dtype, page_tokens, settings.kv_pages.__getitem__)
-    budget = (spec, page_tokens, itemsize, kv_bytes, max_context)
-    batch, loads = settings.max_batch_tokens, settings.loads
-    shared = shared_pages(*budget, max_batch_tokens=batch, loads=loads)
-    if shared is not None:
-        return replace(
-            sized_layout(spec, kv_dtype, page_tokens, shared.num_pages.__getitem__), slab_pages=shared.slab_pages
-        )
-    pages = pool_sizes(*budget, max_batch_tokens=batch, max_sequences=settings.max_sequences, loads=loads)
-    return sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__)
+    pages, slab_pages = settings.kv_pages, None
+    if pages is None:
+        budget = (spec, page_tokens, ITEM_BYTES[kv_dtype], kv_bytes, max_context)
+        batch, loads = settings.max_batch_tokens, settings.loads
+        shared = shared_pages(*budget, max_batch_tokens=batch, loads=loads)
+        if shared is not None:
+            pages, slab_pages = shared.num_pages, shared.slab_pages
+        else:
+            pages = pool_sizes(*budget, max_batch_tokens=batch, max_sequences=settings.max_sequences, loads=loads)
+    return replace(sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__), slab_pages=slab_pages)
 
 
 def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:

@@ -20,7 +20,7 @@ ATTENTION = FREQUENCY = 1.0  # the exponents a and b of the score
 RATES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 64.0)  # candidate decay rates, each in 1 / cache-full of touched pages
 _SHADOW_PAGES = 1024
 _BETTER = 1.01
-_MIN_SIGNAL = 1e-3
+_MIN_SIGNAL, _MAX_SIGNALS = 1e-3, 1 << 18
 
 
 def log_score(attention: float, frequency: int, last: int, rate: float) -> float:
@@ -115,11 +115,9 @@ class _Shadow:
 
 class AttentionSignals:
     """Running mean per page key of its attention mass relative to an average page (1.0). Executors measure it on
-    sampled steps; the policy wants it at the next look-up of the chain. At most `limit` keys are kept; the longest
-    unmeasured go."""
+    sampled steps; the policy wants it at the next look-up of the chain. The longest unmeasured keys go first."""
 
-    def __init__(self, limit: int = 1 << 18) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._mass: OrderedDict[bytes, float] = OrderedDict()
 
     def add_measurement(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
@@ -127,7 +125,7 @@ class AttentionSignals:
         for key, value in zip(keys, mass, strict=False):
             old = self._mass.pop(key, None)
             self._mass[key] = value if old is None else 0.5 * (old + value)
-        while len(self._mass) > self._limit:
+        while len(self._mass) > _MAX_SIGNALS:
             self._mass.popitem(last=False)
 
     def take_signal(self, keys: Sequence[bytes]) -> list[float] | None:

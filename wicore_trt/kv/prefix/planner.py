@@ -8,6 +8,7 @@ most wait_s and one step of others (`decide_move`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -116,8 +117,7 @@ def choose_load(
 
     def seconds_of(load: _Load, meet: int, caution: float = 1.0) -> float:
         tail = compute.shared_seconds(load.candidate.tokens, total)
-        front = compute.delay_s + compute.shared_seconds(start, meet)
-        return max(front + tail, caution * load.load_seconds(meet) + max(tail, step))
+        return max(load.front_seconds(meet) + tail, caution * load.load_seconds(meet) + max(tail, step))
 
     best: tuple[float, _Load, int] | None = None
     sums: dict[int, dict[str, list[int]]] = {}
@@ -130,12 +130,14 @@ def choose_load(
             }
         pages = sums[id(where)]
         load = _Load(candidate, start, pages, compute, tiers)
-        meet = load.meeting_token(1.0)
-        front = compute.delay_s + compute.shared_seconds(start, meet)
-        alone = load.load_seconds(start)
+        meet, alone = load.meeting_token(1.0), load.load_seconds(start)
         least = (1 - SPLIT_MARGIN * (not load.reads_disk(start))) * max(compute.delay_s, alone)
         fast = compute.share == 1 and alone <= FAST_LOAD * recompute and load.reads_disk(start)
-        if fast or meet - start < compute.slice_tokens or max(front, load.load_seconds(meet)) > least:
+        if (
+            fast
+            or meet - start < compute.slice_tokens
+            or max(load.front_seconds(meet), load.load_seconds(meet)) > least
+        ):
             meet = start
         for begin in (start, meet) if compute.others and meet > start else (meet,):
             score = seconds_of(load, begin, CAUTION) - compute.seconds_spared(begin, candidate.tokens)
@@ -159,7 +161,8 @@ def choose_load(
         wait_s, longest_s = wait_s + load_only, (recompute - tail + spared) * (compute.others > 0)
         return LoadChoice(stop, start, seconds, recompute, "load", meet, load_s, wait_s, slices, start, longest_s)
     # `decide_move` may wait from there on
-    early = load.boundary_before(min(load.meeting_token(1 - BAND), meet - slices // 2))
+    early = min(load.meeting_token(1 - BAND), meet - slices // 2)
+    early = max(start, early - early % load.candidate.page_tokens)
     first = start if load.reads_disk(start) else early  # a disk may be any number of times faster than it was
     return LoadChoice(stop, first, seconds, recompute, "split", meet, load_s, wait_s, slices, early)
 
@@ -174,39 +177,22 @@ def decide_load(
     *,
     hope: float = 1.0,
 ) -> LoadChoice:
-    """Choose as `choose_load`, where a load from disk makes steps take `drag` times as long. If that computes
-    everything and `hope` > 1, try `find_trial`."""
+    """Choose as `choose_load`, where a load from disk makes steps take `drag` times as long. If that computes all, try
+    a load that would pay if the disk were `hope` times as fast as it seems. It runs beside computing all
+    (`aim_meeting`) and costs reads that nobody else waits for, and slower steps."""
     made = choose_load(total, start, candidates, compute, tiers)
     if drag > SLOWER and made.stop and any(map(Candidate.reads_disk, candidates)):
         beside = choose_load(total, start, candidates, compute.slow_down(drag), tiers)
         spared = compute.seconds_spared(beside.meet, beside.stop)
         worth = beside.stop and beside.seconds - spared < made.compute_seconds
         made = beside if worth else choose_load(total, start, [], compute, tiers)
-    tried = None
-    if hope > 1.0 and not made.stop and drag <= SLOWER:
-        tried = find_trial(total, start, candidates, compute, tiers, hope)
-    return tried or made
-
-
-def find_trial(
-    total: int,
-    start: int,
-    candidates: Sequence[Candidate],
-    compute: ComputeRate,
-    tiers: Mapping[str, TierRate],
-    hope: float,
-) -> LoadChoice | None:
-    """Find a load that would be worth it if the disk were `hope` times as fast as it seems, where `choose_load` would
-    compute everything. It runs beside computing all (`aim_meeting`) until it shows that it is as fast. It costs reads
-    that nobody else waits for, and slower steps."""
     disk = tiers.get(DISK)
-    if disk is None:
-        return None
-    fast = replace(disk, bytes_per_s=hope * disk.bytes_per_s, latency_s=disk.latency_s / hope)
-    made = choose_load(total, start, candidates, compute, {**tiers, DISK: fast})
-    if not made.stop:
-        return None
-    return replace(made, start=start, early=NEVER, meet=NEVER, seconds=made.compute_seconds, decision="split")
+    if hope > 1.0 and not made.stop and drag <= SLOWER and disk is not None:
+        fast = replace(disk, bytes_per_s=hope * disk.bytes_per_s, latency_s=disk.latency_s / hope)
+        tried = choose_load(total, start, candidates, compute, {**tiers, DISK: fast})
+        if tried.stop:
+            return replace(tried, start=start, early=NEVER, meet=NEVER, seconds=tried.compute_seconds, decision="split")
+    return made
 
 
 def aim_meeting(
@@ -235,41 +221,37 @@ def aim_meeting(
     def boundary(page: int) -> int:
         return max(computed, page * page_tokens)
 
-    def front(page: int) -> float:
-        return compute.shared_seconds(computed, boundary(page))
-
     def meeting(factor: float) -> int:
-        low, high = first, last
-        while low < high:
-            middle = (low + high) // 2
-            if front(middle) >= factor * arrival(boundary(middle)):
-                high = middle
-            else:
-                low = middle + 1
-        if low > first and factor * arrival(boundary(low - 1)) <= front(low):
-            low -= 1
-        return boundary(low) if low < last else NEVER
+        page = _find_meeting(
+            first,
+            last,
+            lambda page: compute.shared_seconds(computed, boundary(page)),
+            lambda page: factor * arrival(boundary(page)),
+        )
+        return boundary(page) if page < last else NEVER
 
-    meet = meeting(1.0)
+    meet, here = meeting(1.0), arrival(computed)
+    slice_s = compute.shared_seconds(computed, computed + choice.slice_tokens)
     if choice.longest_s and compute.others:
-        end, here = min(meet, choice.stop), arrival(computed)
+        end = min(meet, choice.stop)
         worth = compute.shared_seconds(computed, end) + compute.seconds_spared(computed, end)
         in_time = choice.longest_s - compute.shared_seconds(choice.start, computed) - idle_s
         longest_s = choice.longest_s - compute.shared_seconds(choice.start, max(computed, min(ready_from, choice.stop)))
         if here <= min(worth, in_time) and idle_s < longest_s:
             return replace(choice, meet=computed, early=computed, wait_s=longest_s, arrives_s=here)
-    here, rest_s = arrival(computed), compute.shared_seconds(computed, choice.stop)
-    slice_s = compute.shared_seconds(computed, computed + choice.slice_tokens)
-    in_time = choice.decision == "load" and compute.share == 1 and idle_s + here <= choice.wait_s
-    if in_time and here <= max(slice_s, FAST_LOAD * rest_s):
+    alone = choice.decision == "load" and compute.share == 1 and idle_s + here <= choice.wait_s
+    if alone and here <= max(slice_s, FAST_LOAD * compute.shared_seconds(computed, choice.stop)):
         return replace(choice, meet=computed, early=computed)
-    wait_s = min(
-        choice.wait_s,
-        WAIT_SHARE * compute.shared_seconds(min(meet, choice.stop), choice.stop),
-        compute.shared_seconds(computed, computed + choice.slice_tokens),
-    )
-    wait_s = 0.0 if compute.share < 1 else wait_s
+    rest_s = compute.shared_seconds(min(meet, choice.stop), choice.stop)
+    wait_s = 0.0 if compute.share < 1 else min(choice.wait_s, WAIT_SHARE * rest_s, slice_s)
     return replace(choice, meet=meet, early=meeting(1 - BAND), wait_s=wait_s, arrives_s=0.0)
+
+
+def _find_meeting(first: int, last: int, front: Callable[[int], float], load: Callable[[int], float]) -> int:
+    """Find the page in [first, last] where computing up to it and loading from it end soonest. `front(page)` grows and
+    `load(page)` shrinks, so it is next to where they cross."""
+    page = first + bisect_left(range(first, last), True, key=lambda page: front(page) >= load(page))
+    return page - 1 if page > first and load(page - 1) <= front(page) else page
 
 
 def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: float) -> NextMove:
@@ -352,24 +334,18 @@ class _Load:
         return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(tier, 0)
 
     def meeting_token(self, factor: float) -> int:
-        """Find the boundary where computing up to it and loading from it end soonest, if loads take `factor` times
-        their estimate. Computing grows with the boundary and loading shrinks, so it is next to where they cross."""
-        low, high = 0, self._pages - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._front_seconds(middle) >= factor * self.load_seconds(self._boundary_token(middle)):
-                high = middle
-            else:
-                low = middle + 1
-        if low and factor * self.load_seconds(self._boundary_token(low - 1)) <= self._front_seconds(low):
-            low -= 1
-        return self._boundary_token(low)
+        """Find the boundary to compute to meanwhile, if loads take `factor` times their estimate (`_find_meeting`)."""
+        page = _find_meeting(
+            0,
+            self._pages - 1,
+            lambda page: self.front_seconds(self._boundary_token(page)),
+            lambda page: factor * self.load_seconds(self._boundary_token(page)),
+        )
+        return self._boundary_token(page)
 
-    def boundary_before(self, token: int) -> int:
-        return self._boundary_token((token - self._first) // self.candidate.page_tokens)
-
-    def _front_seconds(self, page: int) -> float:
-        return self._compute.delay_s + self._compute.shared_seconds(self._start, self._boundary_token(page))
+    def front_seconds(self, token: int) -> float:
+        """Estimate the seconds until all before `token` is computed."""
+        return self._compute.delay_s + self._compute.shared_seconds(self._start, token)
 
     def _boundary_token(self, page: int) -> int:
         return max(self._start, self._first + page * self.candidate.page_tokens)

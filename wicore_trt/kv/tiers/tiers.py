@@ -9,7 +9,7 @@ threads report is applied once, in the order of the mailbox for each direction.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.down import DownTransfers
-from wicore_trt.kv.tiers.host import Backing, Movers
+from wicore_trt.kv.tiers.host import Backing, Movers, Report
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState, TierCopy
 from wicore_trt.kv.tiers.up import ASKED_BESIDE, IN_MEMORY, TOKENS_ASKED, LoadPump, UpTransfers
@@ -176,9 +176,8 @@ class LowerTiers:
         self.down.hash_copied()
         movers = self.movers
         self._take_reports(0 if movers.went_down or movers.came_up else timeout_s)
-        for reports in (movers.came_up, movers.went_down):
-            while reports:
-                reports.popleft()()
+        _run_reports(movers.came_up)
+        _run_reports(movers.went_down)
         self.down.hash_copied()
 
     def apply_reports(self) -> bool:
@@ -188,20 +187,14 @@ class LowerTiers:
 
     def _apply_up(self) -> bool:
         self._take_reports(0)
-        reports = self.movers.came_up
-        found = bool(reports)
-        while reports:
-            reports.popleft()()
+        found = _run_reports(self.movers.came_up)
         self.movers.copier.flush()
         return found
 
     def _apply_down(self) -> bool:
         """Apply what went down, and begin writes to disk. Starts nothing that writes a page of the device."""
         self._take_reports(0)
-        reports = self.movers.went_down
-        found = bool(reports)
-        while reports:
-            reports.popleft()()
+        found = _run_reports(self.movers.went_down)
         self.down.hash_copied()
         self.down.begin_saves()
         self.movers.copier.flush()
@@ -282,3 +275,11 @@ class LowerTiers:
     def check_integrity(self) -> None:
         for index in self.indexes.values():
             index.check_integrity()
+
+
+def _run_reports(reports: deque[Report]) -> bool:
+    """Apply all reports of one direction; true when there was any."""
+    found = bool(reports)
+    while reports:
+        reports.popleft()()
+    return found

@@ -50,12 +50,10 @@ class UpTransfers:
         self.waiting: dict[tuple[str, bytes], list[Fetch]] = {}
         self._movers = movers
 
-    def fetch_page(
-        self, page: Page, inbox: deque[Fetch], wanted: Callable[[], bool] = lambda: True, wrong: int = 0
-    ) -> Fetch | None:
+    def fetch_page(self, page: Page, inbox: deque[Fetch]) -> Fetch | None:
         """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
-        None when the disk's queue or the host is full just now. `wanted` and `wrong` as in `Fetch`."""
-        fetch = Fetch(page, inbox, wanted=wanted, wrong=wrong)
+        None when the disk's queue or the host is full just now."""
+        fetch = Fetch(page, inbox)
         return fetch if self.begin_fetches([fetch]) else None
 
     def begin_fetches(self, fetches: Sequence[Fetch]) -> int:
