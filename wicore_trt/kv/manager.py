@@ -52,8 +52,7 @@ class KVCacheManager:
     `num_pages` maps "global" and "local" to pool sizes, without a group that the model lacks. With `options.slab_pages`
     the groups share one memory, in which each could have so many pages: see `KVLayout`. `policy` orders evictions of
     the group that carries the chains; `events` gets every page that comes or goes; `retention` knows what clients want
-    to keep. Full pages are copied down to `tiers`; `prefix/loader` brings them back.
-    """
+    to keep. Full pages are copied down to `tiers`; `prefix/loader` brings them back."""
 
     def __init__(
         self,

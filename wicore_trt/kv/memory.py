@@ -70,8 +70,7 @@ class SharedMemory(Memory):
     `first_of_window(n)` is the first local page that a request sees which starts behind `n` pages. `policy`, of the
     global group, orders conversations. Pages leave from the end of one, both pages of an index together, since either
     is worthless alone. When that breaks the last window in which a request could start, the global pages down to the
-    next window are dead: they leave before any other conversation is touched. Spare local pages leave first of all.
-    """
+    next window are dead: they leave before any other conversation is touched. Spare local pages leave first of all."""
 
     def __init__(
         self, slabs: Slabs, pools: Mapping[str, PagePool], policy: ChainPolicy, first_of_window: Callable[[int], int]

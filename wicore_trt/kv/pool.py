@@ -27,8 +27,7 @@ class PagePool:
 
     Cached slots are taken in the order of `policy`, or least recently released first without one; `spare` ones before
     all others. A sequence releases its pages tail first, so a chain's pages leave before their parents and the rest
-    stays reachable. `on_evict` is called with a cached page and its slot just before the slot is taken.
-    """
+    stays reachable. `on_evict` is called with a cached page and its slot just before the slot is taken."""
 
     def __init__(
         self,

@@ -25,12 +25,10 @@ STAMPS = itertools.count(1)
 
 @dataclass(slots=True)
 class ParkedPages:
-    """Parked pages with which a preempted sequence goes on; `tokens` are computed.
-
-    `pages[group]` are the needed pages by index, and `copies` keeps them in host memory. `private` ones, by group and
-    index, have names that no look-up can make: a last page may be partly filled, and untrusted pages are for this
-    sequence alone. `expected` are the keys passed to `expect_pages`.
-    """
+    """Parked pages with which a preempted sequence goes on; `tokens` are computed. `pages[group]` are the needed pages
+    by index, and `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can
+    make: a last page may be partly filled, and untrusted pages are for this sequence alone. `expected` are the keys
+    passed to `expect_pages`."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)
@@ -60,8 +58,7 @@ class SequencePages:
       index, that slid out before they were trusted
     - `failures`: the manager's count of failed steps when this sequence's pages were last known to be good
     - `load` brings the prefix up from lower tiers; `prefetch` brings it from disk to host memory while the sequence
-      waits; `parked` keeps the pages of a preempted sequence
-    """
+      waits; `parked` keeps the pages of a preempted sequence"""
 
     names: TenantNames
     hints: CacheHints = CacheHints()

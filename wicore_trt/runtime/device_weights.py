@@ -63,9 +63,8 @@ def join_rows(paths: Sequence[Path], name: str, device: CudaDevice) -> torch.Ten
 
 
 def make_rope_tables(spec: Gemma3Spec, positions: int, device: CudaDevice) -> dict[str, torch.Tensor]:
-    """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of
-    position / factor * theta ** (-2 i / head_dim), computed in float64 and rounded. The factor stretches global layers
-    only."""
+    """Make rope tables float32 [positions, head_dim / 2] of each layer group by `rope_name`: cos and sin of position /
+    factor * theta ** (-2 i / head_dim), computed in float64 and rounded. The factor stretches global layers only."""
     tables = {}
     for group in spec.groups:
         shape = spec.layer_group(group)

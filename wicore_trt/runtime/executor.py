@@ -143,9 +143,8 @@ class ImageEncoder(Protocol):
         ...
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
-        """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see
-        the features. Waits at most `timeout_s` seconds for one. An encoding by parts may still run, before such steps.
-        """
+        """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see the
+        features. Waits at most `timeout_s` seconds for one. An encoding by parts may still run, before such steps."""
         ...
 
     def is_finite(self, begun: int, /) -> bool:

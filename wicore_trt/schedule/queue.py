@@ -198,8 +198,7 @@ class Outlook:
     `prompts` that run: (tenant, order key, seconds left). `queued`: waiting entries by tenant. `share` of the time is
     the prompts', and a prompt token takes `token_s` of it. `free`: places. A taken one becomes free every `turnover_s`,
     0 if unknown. The taken places began at `begun`, first one first, and last `hold_s` as a rule, by a clock that said
-    `now`.
-    """
+    `now`."""
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)

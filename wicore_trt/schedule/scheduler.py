@@ -51,9 +51,8 @@ class Scheduler:
     `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
     from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,
     as the device reads its weights anyway. `score_rows` bounds a step's tokens of prompts that want log-probabilities;
-    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one
-    until that is encoded.
-    """
+    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one until
+    that is encoded."""
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class Sequence:
     - `scored`: prompt tokens whose log-probabilities were put out; `scoring`: some are wanted, so all is computed
     - `cost_s`: expected seconds to compute its prompt, at arrival or by what a load brought since
     - `images` of its prompt, each of which a step computes whole
-    - `longest`: tokens that it ends with at the latest
-    """
+    - `longest`: tokens that it ends with at the latest"""
 
     seq_id: int
     request: GenerateRequest

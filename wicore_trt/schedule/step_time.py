@@ -63,8 +63,7 @@ class StepTime:
 
     `target_s` bounds a step that decodes, prompts included. None means FLUENT_S or, if more, STRETCH times the step's
     time without prompts; and no bound while no token is `awaited`, as larger steps get more done. `share` of the steps
-    with prompts was the prompts' time.
-    """
+    with prompts was the prompts' time."""
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s

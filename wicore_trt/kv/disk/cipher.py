@@ -40,10 +40,8 @@ _BLOCK = 16  # AES; the library wants this much room behind the output of update
 
 
 class PageCipher:
-    """Seals and opens the parts of pages; safe to use from many threads.
-
-    `master_key`: 32 bytes. ConfigError for another length.
-    """
+    """Seals and opens the parts of pages; safe to use from many threads. `master_key`: 32 bytes. ConfigError for
+    another length."""
 
     overhead_bytes = NONCE_BYTES + TAG_BYTES
 
@@ -79,11 +77,8 @@ class PageCipher:
         ciphertext: memoryview,
         out: memoryview,
     ) -> None:
-        """Decrypt into `out` (as long as `ciphertext`; may be the same memory).
-
-        `sealed` is what `seal` returned first. ValueError when anything differs from what was sealed; `out` then holds
-        bytes that mean nothing.
-        """
+        """Decrypt into `out` (as long as `ciphertext`; may be the same memory). `sealed` is what `seal` returned first.
+        ValueError when anything differs from what was sealed; `out` then holds bytes that mean nothing."""
         if len(sealed) != self.overhead_bytes or len(out) != len(ciphertext):
             raise ValueError("nonce, tag or buffer has the wrong length")
         key, iv = self._tenant_key(page.tenant).part_key(sealed[:NONCE_BYTES])
@@ -124,10 +119,8 @@ def _bind_part(page: Page, part: int, parts: int, write_id: int, header: bytes) 
 
 
 def load_key_file(path: str | os.PathLike[str]) -> bytes:
-    """The master key in a file: 32 raw bytes, or 64 hexadecimal digits.
-
-    ConfigError when the file cannot be read, holds something else, or when others than its owner may use it.
-    """
+    """The master key in a file: 32 raw bytes, or 64 hexadecimal digits. ConfigError when the file cannot be read, holds
+    something else, or when others than its owner may use it."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode

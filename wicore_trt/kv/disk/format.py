@@ -72,10 +72,8 @@ class CorruptSlotError(Exception):
 @dataclass(frozen=True)
 class Namespace:
     """Everything that KV values on disk depend on besides tokens and tenant. Pages of unequal namespaces never mix.
-
     `layout` maps each layer group to the bytes of its page. `code` names the code of pages and its format; without one
-    it is no part of `facts`.
-    """
+    it is no part of `facts`."""
 
     engine: str
     kernels: str
@@ -145,10 +143,8 @@ class SlotFormat:
     def open(
         self, block: memoryview, page: Page, part: int, parts: int, slot: int, write_id: int, payload: memoryview
     ) -> None:
-        """Check `block` and `payload` against what was asked for, and decrypt the payload in place.
-
-        CorruptSlotError for any difference; the payload then means nothing.
-        """
+        """Check `block` and `payload` against what was asked for, and decrypt the payload in place. CorruptSlotError
+        for any difference; the payload then means nothing."""
         head = bytes(block[:_HEADER_CHECK_AT])
         if block[_HEADER_CHECK_AT:] != blake2b(head, digest_size=CHECK_BYTES).digest():
             raise CorruptSlotError("header checksum")

@@ -76,11 +76,8 @@ class Space:
 
 class DiskSpace:
     """The directory, opened, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`; `secret`
-    is what lies there for the operator.
-
-    EnvironmentUnfitError when another process or user has the directory, or the limit is too small for one slot;
-    OSError when the file system refuses something.
-    """
+    is what lies there for the operator. EnvironmentUnfitError when another process or user has the directory, or the
+    limit is too small for one slot; OSError when the file system refuses something."""
 
     def __init__(
         self,
@@ -155,9 +152,7 @@ class DiskSpace:
 
     def ensure_slot(self, slot: int, grow_index: Callable[[int], None]) -> bool:
         """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
-
-        `grow_index(num_records)` makes room in the index first.
-        """
+        `grow_index(num_records)` makes room in the index first."""
         if slot < self.allocated:
             return True
         with self._growing:

@@ -53,9 +53,8 @@ class DiskStore:
     done `timeout_s` after it was submitted is reported as TIMEOUT. `native`: in threads of the native library, where
     that can be (`NativeMover.start_threads`).
 
-    ConfigError for numbers that mean nothing; EnvironmentUnfitError when another process or user has the directory,
-    the limit is too small for one slot, or the file system refuses.
-    """
+    ConfigError for numbers that mean nothing; EnvironmentUnfitError when another process or user has the directory, the
+    limit is too small for one slot, or the file system refuses."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -157,11 +156,8 @@ class DiskStore:
 
     def recover_pages(self) -> Iterator[tuple[Page, Sequence[int]]]:
         """Pages of this namespace that the index names and whose time is not over, oldest write first. Call it once,
-        before the first write. `ending` then says by key when the time of those that have one is over, in seconds
-        since 1970; it counts on whether the server runs or not.
-
-        Nothing is recovered from an index that cannot be read.
-        """
+        before the first write. `ending` then says by key when the time of those that have one is over, in seconds since
+        1970; it counts on whether the server runs or not. Nothing is recovered from an index that cannot be read."""
         try:
             found = self._index.load_pages(time.time())
         except (OSError, EOFError) as error:
@@ -193,8 +189,7 @@ class DiskStore:
         False, and nothing was done, when the queue is full or all threads hang. Else `done` is called from another
         thread: with OK, FAILED or NO_SPACE; or with TIMEOUT, and RETURNED when buffers and slots are free again.
         `probe` looks at the buffers after they were written and before the page is acknowledged: CORRUPT when their
-        digest is not `expected`. `expires`: seconds since 1970 at which the page's time is over; 0 for never.
-        """
+        digest is not `expected`. `expires`: seconds since 1970 at which the page's time is over; 0 for never."""
         held, buffers = self._check_slots(slots, parts)
 
         def finish_write(outcome: Outcome) -> None:

@@ -65,10 +65,8 @@ class Use:
 @dataclass
 class NamespaceReport:
     """Contents of a namespace directory. `problem` says why a server would not use it; the rest is then empty.
-
     `tenants` maps tags (hexadecimal) to what they use. `oldest` and `newest`: seconds since 1970 at which the servers
-    started that wrote the oldest and the newest page; None without pages.
-    """
+    started that wrote the oldest and the newest page; None without pages."""
 
     name: str
     made_for: dict[str, Any] = field(default_factory=dict)
@@ -98,11 +96,9 @@ class DirectoryReport:
 @dataclass
 class VerifyReport:
     """Result of `verify_directory`. `faults` counts by cause: pages, index records and namespaces that are damaged.
-
     `leftovers`: index records of pages that were being written when a server died, or whose time to live is over;
-    harmless, and cleared like the rest.
-    `unopened`: encrypted pages whose checksum is right, but whose tag was not checked for want of the key.
-    """
+    harmless, and cleared like the rest. `unopened`: encrypted pages whose checksum is right, but whose tag was not
+    checked for want of the key."""
 
     pages: int = 0
     good: int = 0
@@ -225,10 +221,8 @@ class _TagUnread(PageCipher):
 
 
 def inspect_directory(path: Path) -> DirectoryReport:
-    """Describe a disk tier's directory. Only reads; also while a server holds it.
-
-    NotFoundError when there is no disk tier.
-    """
+    """Describe a disk tier's directory. Only reads; also while a server holds it. NotFoundError when there is no disk
+    tier."""
     homes, files = namespace_homes(path), owned_files(path)
     reports = []
     for home in homes:
@@ -316,8 +310,7 @@ def verify_directory(
     what else has an end and is of no use, are overwritten with zeros.
 
     EnvironmentUnfitError when a server holds the directory, NotFoundError when there is no disk tier, ConfigError when
-    `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared).
-    """
+    `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared)."""
     report = VerifyReport()
     with _lock_tier(path) as files:
         for home in namespace_homes(path):
@@ -380,10 +373,8 @@ def _check_namespace(
 def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
     """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
     those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
-
     EnvironmentUnfitError when a server holds the directory; NotFoundError when there is no disk tier or no such
-    namespace; OSError when the file system refuses.
-    """
+    namespace; OSError when the file system refuses."""
     report = PurgeReport()
     with _lock_tier(path) as files:
         homes = namespace_homes(path)

@@ -17,8 +17,7 @@ class Page(Struct, frozen=True, eq=False, gc=False):
     `key` is the 32-byte chain key, `group` the layer group. `index` is the place in the chain, for positions [index *
     page_tokens, (index + 1) * page_tokens). `parent` is the key of the page before it (None for the first), `tenant`
     the tag of its maker (`hashing.tenant_tag`). `tokens` are its token ids, for routers that match prompts by them:
-    little-endian, 4 bytes each, empty if unknown. Equal pages may differ in them.
-    """
+    little-endian, 4 bytes each, empty if unknown. Equal pages may differ in them."""
 
     key: bytes
     group: str

@@ -36,12 +36,10 @@ def _attention_of(node: Node) -> float:
 
 
 class A2CRPolicy(ChainPolicy):
-    """Policy of one tier. A page's attention is the running mean (half new, half old) of the measured signals.
-
-    The rate is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow
-    cache per rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015). The fastest rate is LRU in effect.
-    `decay`, in powers of e per cache-full of touched pages, turns this off.
-    """
+    """Policy of one tier. A page's attention is the running mean (half new, half old) of the measured signals. The rate
+    is chosen among fixed multiples of 1 / capacity by replaying a sample of the keys through one small shadow cache per
+    rate, as Waldspurger et al. do for miss ratios (SHARDS, FAST 2015). The fastest rate is LRU in effect. `decay`, in
+    powers of e per cache-full of touched pages, turns this off."""
 
     def __init__(self, capacity: int, decay: float | None = None) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))

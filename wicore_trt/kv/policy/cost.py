@@ -39,8 +39,7 @@ class CostPolicy(ChainPolicy):
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
     equal costs, which maximises the token hit rate. A `victim_cache` holds only what the tier above evicted; its hits
     cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` makes the classes of lengths mean
-    the same for any page size.
-    """
+    the same for any page size."""
 
     def __init__(
         self,
@@ -183,8 +182,7 @@ class LRUGuard:
 
     `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)`, the learnt worth, may look at the node's
     depth and group. `value(n)` is the recompute cost that hitting the first n pages of a chain saves. Amounts are in
-    root mean square hits of a request that hits: the size of one lucky request.
-    """
+    root mean square hits of a request that hits: the size of one lucky request."""
 
     def __init__(self, capacity: int, worth: Callable[[Node], float], value: Callable[[int], float] = float) -> None:
         self.use_lru = True

@@ -49,8 +49,7 @@ class ChainPolicy(ABC):
 
     Only pages without resident children and pins are in the heap. Entries outdated by `version` are dropped when met,
     so touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts touched pages,
-    so the order is the same at any request rate.
-    """
+    so the order is the same at any request rate."""
 
     _clock_per_page = 0  # by how much the clock moves with a page that comes in
 

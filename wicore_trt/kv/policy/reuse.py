@@ -55,8 +55,7 @@ class ReuseModel:
     index is the largest ratio of expected reuses to expected waiting time over all horizons (the Gittins index of
     keeping the page; "hit density" in Beckmann et al., LHD, NSDI 2018, with the horizon left free).
 
-    `unit` is the width of the first bin on the caller's clock; after `memory` observations old evidence counts half.
-    """
+    `unit` is the width of the first bin on the caller's clock; after `memory` observations old evidence counts half."""
 
     def __init__(self, unit: float, memory: float) -> None:
         self._unit = unit

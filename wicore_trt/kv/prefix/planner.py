@@ -47,8 +47,7 @@ class Candidate:
     `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers, `first`
     being the choice's start rounded down to a page. Entries past `tokens` are ignored, so candidates can share a list.
     `page_bytes` counts all global layers. `window_bytes` are the bytes of the windows before `tokens`, by tier. Pages
-    on the device cost nothing.
-    """
+    on the device cost nothing."""
 
     tokens: int
     global_pages: Sequence[str]
@@ -79,8 +78,7 @@ class LoadChoice:
     - `wait_s`: the longest that the sequence may idle
     - `longest_s`: the longest that idling and computing may take until `stop`, while that spares others
     - `arrives_s`: expected time until a load arrives that is awaited to spare others
-    - `slice_tokens`: as in ComputeRate
-    """
+    - `slice_tokens`: as in ComputeRate"""
 
     stop: int
     start: int
@@ -214,8 +212,7 @@ def aim_meeting(
 
     A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
     step the meeting point follows what came so far. `choice` is the one that the load began with: idling is in all a
-    slice at most, and never more than its wait_s promised.
-    """
+    slice at most, and never more than its wait_s promised."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:
@@ -269,8 +266,7 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
     wait_s is at most a slice and a quarter of what the load should save. A load-only choice adds the load's own time,
     which is less than computing. Beside sequences that decode, a load from disk may idle longer. But idling and
     computing together take at most 1 + `others` times what computing takes, even if nothing more comes, as it computes
-    no further than to what is there.
-    """
+    no further than to what is there."""
     if computed >= choice.stop:
         return NextMove("drop")
     if ready_from <= computed:

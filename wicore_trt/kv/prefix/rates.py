@@ -34,8 +34,7 @@ class ComputeRate:
     `share` in (0, 1] is its part of the step budget under the present load. `delay_s` is the time until its first step;
     loads go on meanwhile. With fewer than `slice_tokens` of it a step gets no shorter, as weights are read or other
     sequences fill it. `others`: seconds to its first token that are worth a second of the device, for which other
-    sequences' tokens would wait.
-    """
+    sequences' tokens would wait."""
 
     per_token_s: float
     per_key_s: float = 0.0
@@ -96,12 +95,10 @@ _SHIFT, _LIMIT = math.log(SHIFT), math.log(LIMIT)
 
 
 class PositiveSum:
-    """Sum seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole.
-
-    It learns by normalised gradient steps on the logarithm of the error. So errors are relative, p_i stays positive, a
+    """Sum seconds = sum p_i x_i with p_i > 0, learnt online. The first observation scales the prior as a whole. It
+    learns by normalised gradient steps on the logarithm of the error. So errors are relative, p_i stays positive, a
     term learns in proportion to its part of the time, and an outlier counts as `clip` times at most. `rate` is the step
-    size in noise. p_i stays within a factor of LIMIT of its prior, so that nothing overflows.
-    """
+    size in noise. p_i stays within a factor of LIMIT of its prior, so that nothing overflows."""
 
     def __init__(self, prior: Sequence[float], *, rate: float = RATE, clip: float = CLIP) -> None:
         self._bounds = [(a / LIMIT, a * LIMIT) for a in prior]
@@ -187,8 +184,7 @@ class TierMeter:
     A tier that became slow is no longer read and would seem slow for ever. So its estimate doubles each DOUBLING_S
     without reads, up to the best rate seen (or the prior). A tier f times too slow to be worth reading is tried again
     after DOUBLING_S * log2(f) seconds. The trial costs the request at most the idle time of its choice
-    (`planner.decide_move`), because it computes meanwhile.
-    """
+    (`planner.decide_move`), because it computes meanwhile."""
 
     def __init__(self, prior: TierRate) -> None:
         self._fit = PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))

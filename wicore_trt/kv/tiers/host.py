@@ -159,11 +159,9 @@ class Backing:
 
 
 def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """Bytes of a slot and the slots that a page of each group takes.
-
-    A slot is the smallest page or an equal part of it, rounded up to 4,096 bytes: the largest such that no group's page
-    wastes more than MAX_WASTE of its bytes by rounding up to slots; failing that, the one that wastes least.
-    """
+    """Bytes of a slot and the slots that a page of each group takes. A slot is the smallest page or an equal part of
+    it, rounded up to 4,096 bytes: the largest such that no group's page wastes more than MAX_WASTE of its bytes by
+    rounding up to slots; failing that, the one that wastes least."""
     choices = []
     for parts in range(1, MAX_PARTS + 1):
         slot_bytes = div_ceil(min(page_bytes.values()), parts * ALIGNMENT) * ALIGNMENT

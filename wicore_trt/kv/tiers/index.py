@@ -3,9 +3,8 @@
 One free list serves all layer groups, so capacity is what the arithmetic says. The index decides what is evicted,
 through a policy over chain nodes; it must not know bytes, threads or clocks. A node is one page index of a chain. Its
 copy of the primary group (global, where the model has it) carries the chain; that of the other group leaves with its
-node, or earlier when no request is expected to resume there. Invariant (I6) (`check_integrity`): every slot is
-free or belongs to exactly one copy; a copy that is written, read or lost is never evicted and its slots are never
-handed out.
+node, or earlier when no request is expected to resume there. Invariant (I6) (`check_integrity`): every slot is free or
+belongs to exactly one copy; a copy that is written, read or lost is never evicted and its slots are never handed out.
 """
 
 from __future__ import annotations
