@@ -1,7 +1,6 @@
 """Statistics of the engine: counters, and gauges of the pools and tiers as they are now.
 
-Reads the scheduler and its cache and changes nothing. It must not know requests. Invariant: a page is counted once per
-tier.
+Only reads the scheduler and its cache. It must not know requests. Invariant: a page is counted once per tier.
 """
 
 from __future__ import annotations

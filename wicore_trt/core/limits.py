@@ -1,6 +1,6 @@
 """Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
-Times are seconds, stamps are of the engine's clock. It must not know requests or queues. Invariant (I16): a refusal
+Times are seconds, stamps of the engine's clock. Must not know requests or queues. Invariant (I16): a refusal
 says when to ask again.
 """
 
@@ -27,8 +27,7 @@ HOLD_RATE = 0.1
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits in seconds, None for none. `max_queue_s`: until a request's first step. `target_ttft_s`: until its first
-    token, of which MARGIN may be planned, or twice its prefill time if that is more. `timeout_s`: until its end, unless
-    it has its own deadline."""
+    token; MARGIN of it may be planned, or twice the prefill time. `timeout_s`: until its end, if it has no deadline."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None

@@ -2,8 +2,7 @@
 
 Other threads put requests and aborts into an inbox, which is drained between steps. Outputs leave through one callback;
 a second thread compiles constraints. It must not know text or asyncio. Invariants: every accepted request gets its
-final output, also when the executor breaks (I13); what the engine cannot take fails alone (I15); no tenant fills the
-queue (I18).
+final output, also when the executor breaks (I13); what cannot be taken fails alone (I15); no tenant fills it (I18).
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Core(ABC):
 
     @abstractmethod
     def find_feed(self, tenant: str | None) -> EventFeed:
-        """Return the KV events of one tenant's pages or (None) of all, for any thread. Raises EnvironmentUnfitError if
-        the engine reports none."""
+        """Return the KV events of one tenant's pages, or all, on any thread. Raises EnvironmentUnfitError for none."""
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:
@@ -139,8 +137,7 @@ class Core(ABC):
         """Tell whether a sequence has never had a place."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """Return the stamp by which a request whose prefill takes `cost_s` must begin. Raises QueueFullError if it is
-        expected to wait longer."""
+        """Return the stamp by which a request of prefill time `cost_s` must begin. Raises QueueFullError."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now
@@ -201,10 +198,9 @@ class Core(ABC):
 
 
 class EngineLoop:
-    """Owns a Core and the thread that steps it. `sink` is called on that thread, with what a step put out and with
-    what was refused or aborted before it. `max_waiting` bounds the sequences that wait for their first step. A named
-    tenant may have as many waiting as there is room left: a flooding tenant gets half of the queue, and the next one
-    finds room."""
+    """Owns a Core and the thread that steps it. `sink` is called on that thread, with what a step put out and with what
+    was refused or aborted before it. `max_waiting` bounds the sequences that wait for their first step. A named tenant
+    may have as many waiting as there is room left, so a flooding one gets half of the queue."""
 
     def __init__(self, core: Core, sink: Sink, *, max_waiting: int) -> None:
         self._core = core

@@ -68,9 +68,8 @@ class EnginePort(ABC):
 
     @abstractmethod
     def kv_events(self, tenant: str | None, after: Position) -> AsyncGenerator[Change, None]:
-        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or (None) all: the epoch,
-        and a snapshot if events were missed, else events. Ends when closed. Raises EnvironmentUnfitError if there
-        are none."""
+        """Yield what the KV cache gains and loses from `after` on, of one tenant's pages or all: the epoch, and a
+        snapshot if events were missed, else events. Ends when closed. Raises as `Core.find_feed`."""
 
     @abstractmethod
     async def stop(self, timeout_s: float) -> None:

@@ -1,8 +1,7 @@
 """Shares of one tenant in places that all tenants use, and a gate for concurrent calls.
 
-Knows names and numbers; it must not know calls. Invariants: a tenant gets at most as many places as it leaves free, so
-a greedy one gets half and the next one finds room. A refusal reveals only in which of STEPS equal parts the number of
-the others' places lies.
+Must not know calls. Invariants: a tenant gets at most as many places as it leaves free, so a greedy one gets half and
+the next one finds room. A refusal reveals only in which of STEPS equal parts the others' places lie.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ class ImageLimits:
 
 def encode_request(tokenizer: Tokenizer, request: TextRequest, info: ModelInfo) -> TextRequest:
     """Return the request with its prompt as token ids, and with `content` for its images, which are prepared. Raises
-    InvalidRequestError unless exactly one kind of prompt is given, and ContextLengthError for one that does not fit
-    the context of `info`."""
+    InvalidRequestError unless one kind of prompt is given, ContextLengthError for one beyond the context of `info`."""
     limit, built = info.max_context_tokens, info.engine_context_tokens
     field = "prompt" if request.messages is None else "messages"
     keep = request.truncate_prompt_tokens
@@ -196,8 +195,7 @@ def apply_turn_end(tokenizer: Tokenizer, request: TextRequest) -> TextRequest:
 
 
 LATE_S = 2.0
-"""An engine ends a request at the first step behind its time. One that takes longer than this hangs, as far as its
-reader can know."""
+"""An engine ends a request at the first step behind its time. One that takes longer than this seems to hang."""
 _HANGS = "The request's time was over, and the engine did not end it."
 
 
@@ -480,8 +478,7 @@ class TextEngine:
         return self._tallies.setdefault(tenant, Tally())
 
     def abort_request(self, request_id: str, tenant: str = "") -> bool:
-        """End a tenant's request with FinishReason.CANCELLED, one whose prompt is being read once it is; return False
-        when it is not live."""
+        """Cancel a tenant's request, one whose prompt is being read once it is read; return False if it is not live."""
         name = (tenant, request_id)
         if (key := self._keys.get(name)) is not None:
             self.engine.abort(key)

@@ -41,8 +41,7 @@ class Stored(Struct, frozen=True, tag=0, array_like=True):
 
 
 class Removed(Struct, frozen=True, tag=1, array_like=True):
-    """Removed keys of one layer group, first the `named` ones, whose pages had tokens. `cause` is that of
-    TierStats.evictions or .failures."""
+    """Removed keys of one layer group, first the `named` ones, whose pages had tokens. `cause` as in TierStats."""
 
     sequence: int
     tier: str
@@ -144,8 +143,7 @@ class EventFeed:
             return EventSnapshot(self.sequence, self.epoch, pages)
 
     def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` on the engine thread after each new event, until the returned function is called. It must
-        return at once and not raise."""
+        """Call `listener`, which returns at once, on the engine thread after new events, until the result is called."""
         with self._changed:
             self._listeners.append(listener)
 

@@ -136,8 +136,7 @@ class KVCacheManager:
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
     def find_longest_window(self, pages: SequencePages, reachable: int, found: Callable[[bytes], object]) -> int:
-        """Find the largest n <= reachable where `pages` may start such that `found` holds for every local page of the
-        window before it."""
+        """Find the largest start n <= reachable so that `found` holds for all local pages of the window before it."""
         keys, n = pages.keys, pages.find_start(reachable)
         while n > 0 and LOCAL in self.pools:
             first = self.first_visible_page(n * self.page_tokens)
@@ -185,8 +184,7 @@ class KVCacheManager:
             self.tiers.close(timeout_s)
 
     def prepare_step(self) -> None:
-        """Do the housekeeping that the next step may depend on, while the device waits for it: apply what came up, drop
-        expired pages."""
+        """Do the housekeeping that the next step needs, as the device waits: apply what came up, drop expired pages."""
         if self.tiers is not None:
             self.tiers.poll_up()
         for key in self.retention.take_due(self.retention.clock(), self._in_use):
@@ -255,9 +253,9 @@ class KVCacheManager:
         return found is not None
 
     def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
-        """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`: its
-        logits were finite, which vouches for all pages that it read. Raises UnwrittenPageError when positions before
-        `begin` were never written."""
+        """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`
+        logits vouch for all pages that it read. Raises UnwrittenPageError if positions before `begin` were never
+        written."""
         size, tables, full = self.page_tokens, pages.tables, end // self.page_tokens
         index, start, left = begin // size, begin % size, end - begin
         while left > 0:

@@ -1,8 +1,7 @@
 """Memory of the pools of all layer groups: it allots slots and evicts cached pages for them.
 
-`Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. Must not know sequences or
-tiers. Invariant (I8): `allocate_slots` gives all groups what they ask for or changes nothing, and all that is not used
-can be allocated.
+`Memory` is pools that share nothing; `SharedMemory` is one memory for both groups. Must not know sequences or tiers.
+Invariant (I8): `allocate_slots` gives all groups what they ask for or changes nothing; all that is unused can be had.
 """
 
 from __future__ import annotations

@@ -116,8 +116,7 @@ class PagePool:
 
     def write_tokens(self, slot: int, begin: int, end: int) -> None:
         """Note that a step of the slot's holder wrote tokens [begin, end) of its page. Raises UnwrittenPageError, and
-        changes nothing, when tokens before `begin` were never written or the page is published, so that others may read
-        it."""
+        changes nothing, when tokens before `begin` were never written or the page is published."""
         written = self.written[slot]
         if begin > written or self.page_of[slot] is not None:
             state = f"has {written} tokens" if self.page_of[slot] is None else "is published"
@@ -148,9 +147,8 @@ class PagePool:
         return [page for page in self.page_of if page is not None]
 
     def publish_slots(self, slots: Sequence[int], pages: Sequence[Page]) -> dict[int, Page]:
-        """Publish used slots as these pages, first pages of a chain first. Returns the newly findable ones: without
-        keys held elsewhere and slots published before. Raises UnwrittenPageError, and changes nothing, unless all
-        tokens of each are written."""
+        """Publish used slots as these pages, first pages of a chain first. Returns the newly findable ones, without
+        keys held elsewhere and slots published before. Raises UnwrittenPageError, changing nothing, if tokens lack."""
         references, written, full = self._references, self.written, self.page_tokens
         for slot, page in zip(slots, pages, strict=True):
             assert references[slot] > 0, "only a used page can be published (I2)"

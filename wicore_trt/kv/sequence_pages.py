@@ -1,8 +1,7 @@
 """Page tables of a sequence, the keys of its pages, its loads and parked pages.
 
 Plain data that the manager and the loader keep; it must not know pools or tiers. Invariant (I7): `keys` name a prefix
-of the sequence's tokens, a table never has a slot before a page that slid out, and tables with the same `stamp` are
-equal.
+of the sequence's tokens, no table has a slot before a page that slid out, and tables of one `stamp` are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ STAMPS = itertools.count(1)
 class ParkedPages:
     """Parked pages with which a preempted sequence goes on; `tokens` are computed. `pages[group]` are the needed pages
     by index, and `copies` keeps them in host memory. `private` ones, by group and index, have names that no look-up can
-    make: a last page may be partly filled, and untrusted pages are for this sequence alone. `expected` are the keys
-    passed to `expect_pages`."""
+    make: a last page may be partly filled, and untrusted pages are its own. `expected` keys have a TTL that waits."""
 
     tokens: int
     pages: dict[str, dict[int, Page]] = field(default_factory=dict)

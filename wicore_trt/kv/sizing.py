@@ -1,8 +1,7 @@
 """Bytes that conversations take in each KV tier: the arithmetic of `wicore kv plan`.
 
-Counts what the tiers count: full pages, whole slots, the disk's headers. It must not know running engines. Invariant: a
-host or disk tier of the bytes computed here holds the sessions computed here without an eviction; prefixes that
-sessions share only make room.
+Counts what the tiers count: full pages, whole slots, the disk's headers. Must not know running engines. Invariant: a
+host or disk tier of these bytes holds these sessions without an eviction; shared prefixes only make room.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def builtin_spec(name: str) -> Gemma3Spec:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Storage of one model's pages: bytes of a page on the device by layer group, bytes of a slot below it, slots of a
-    page by group."""
+    """Storage of one model's pages: bytes of a page on the device and its slots by layer group, bytes of a slot."""
 
     spec: Gemma3Spec
     page_tokens: int

@@ -2,8 +2,7 @@
 
 The link thread reads the fronts' messages. The engine's thread sends each front the outputs of a step as one message;
 refusals, aborts and beginnings have messages of their own. It must not know text, clients or processes. Invariants: a
-front delays steps only by the cost of reading its messages; a front that leaves takes its own requests with it, and no
-others.
+front delays steps only by the cost of reading its messages; a front that leaves takes only its own requests with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The front's end of a link: an engine in another process, which may end and come back.
 
-It must not know text, transports or how processes are started. Invariants (I13): every request that `add` took gets its
-final output, an error when its engine ends; a waiting `add` ends with its engine; nothing of a former engine reaches
-the next one.
+Must not know text, transports or how processes are started. Invariants (I13): every request that `add` took gets its
+final output, an error when its engine ends; a waiting `add` ends with its engine; no engine gets what another was sent.
 """
 
 from __future__ import annotations

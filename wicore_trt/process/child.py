@@ -37,8 +37,7 @@ DUMP = signal.SIGUSR1
 MAX_TEXT = 1 << 13
 """Characters of a text in a message; as JSON each may take six bytes."""
 KILL_S, STOP_S = 1.0, 5.0
-"""Time for a killed process to be gone; time for the engine to end its step, and for a front to close after its grace
-time, when they are told to stop."""
+"""Time for a killed process to be gone; for the engine to end its step, or a front to close after its grace time."""
 QUICK_S, PATIENCE, MAX_PAUSE_S = 10.0, 3, 60.0
 """A process that ended before it was ready or within QUICK_S after, more than PATIENCE times in a row, is started again
 after a pause of 1 s, 2 s, 4 s and so on, at most MAX_PAUSE_S."""
@@ -176,8 +175,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class ChildSlot:
-    """Place of one process of the server, on the supervisor's event loop: the running process, why it ended, when to
-    start the next one."""
+    """Place of one process, on the supervisor's event loop: the running process, why it ended, when the next starts."""
 
     def __init__(self) -> None:
         self.process: Child | None = None

@@ -361,8 +361,7 @@ class Supervisor:
         return [{"key": key, "value": value, "source": source} for key, value, source in self._loaded.rows()]
 
     async def collect_metrics(self) -> tuple[str, dict[str, tuple[bool, int]]]:
-        """Return the front's metrics as Prometheus text ("" while it hangs), and for each process whether it runs and
-        how often it was restarted."""
+        """Return the front's metrics as text ("" while it hangs), and whether each process runs, and its restarts."""
         text = ""
         if self._front.process is not None:
             call, answer = next(self._calls), asyncio.get_running_loop().create_future()

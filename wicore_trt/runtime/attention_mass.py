@@ -35,8 +35,7 @@ class AttentionProbe:
     ) -> dict[int, list[float]]:
         """Compute by seq_id the softmax mass that the slice's last query gives to each page up to its own. Masses are
         means over heads, times the number of pages, so their mean is 1. Sequences with masses that are not finite are
-        left out. `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim], `inputs` was made from `batch`, and
-        `scale` multiplies q . k."""
+        left out. `pool` is the layer's [pages, 2, page_tokens, kv_heads, head_dim], `scale` multiplies q . k."""
         assert self.queries is not None, "the operators did not pass the probed layer"
         keys, tables = pool[:, 0], inputs.page_tables[GLOBAL]
         ends = inputs.positions[self.rows] + 1
@@ -60,8 +59,7 @@ class AttentionProbe:
 
 
 def _page_masses(query: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, end: int, scale: float) -> torch.Tensor:
-    """Compute float32 [pages up to position `end`] from a query [heads, head_dim] and keys [slots, page_tokens,
-    kv_heads, D]."""
+    """Compute float32 [pages up to `end`] from a query [heads, head_dim] and keys [slots, page_tokens, kv_heads, D]."""
     size, kv_heads = keys.shape[1], keys.shape[2]
     count = div_ceil(end, size)
     pages = table[:count].long()

@@ -20,8 +20,7 @@ UNREAD = -1
 class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes one for each sequence
     """Consecutive tokens of one sequence to compute in this step. Plain data that can cross to another process.
 
-    - `start`: position of `token_ids[0]`; positions before it are already in the KV pages. Executors that run ahead
-      accept `token_ids` [UNREAD].
+    - `start`: position of `token_ids[0]`; earlier ones are in pages. Executors that run ahead accept [UNREAD].
     - `pages[group][j]`: pool slot of positions [j * page_tokens, (j + 1) * page_tokens) of that layer group; -1 marks a
       local page that slid out of the window. Pages up to the slice's last position are present.
     - `stamp`: page tables of equal stamps are equal, unless it is None (I7).
@@ -56,8 +55,7 @@ class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes 
 @dataclass(slots=True)
 class StepBatch:
     """Slices of a step in any order; results depend neither on the order nor on other slices, but for rounding where
-    an engine is not batch-invariant (I21). `measure_attention` asks for `StepResult.attention`. It costs time, so set
-    it on one step in many."""
+    an engine is not batch-invariant (I21). `measure_attention` asks for `StepResult.attention`, which costs time."""
 
     slices: list[SequenceSlice]
     measure_attention: bool = False

@@ -22,8 +22,7 @@ class CudaDevice:
     """GPU `torch_device` of the architecture `target`, like "sm89"; `stream` is its CUDA stream's handle."""
 
     def __init__(self, name: str = "auto", backend: str = "triton") -> None:
-        """Open GPU `name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError, naming `backend`, without such a
-        GPU."""
+        """Open GPU `name`: "auto", "cuda" or "cuda:1". Raises EnvironmentUnfitError, naming `backend`, without one."""
         if name == "cpu" or not torch.cuda.is_available():
             why = "executor.device is cpu" if name == "cpu" else "PyTorch finds none"
             raise EnvironmentUnfitError(
@@ -87,8 +86,7 @@ class CudaDevice:
         return found
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` puts on the stream, without running it; calling the result runs it. The caller keeps all
-        memory that it uses."""
+        """Record what `work` puts on the stream, not running it; the result runs it. The caller keeps its memory."""
         graph, last = torch.cuda.CUDAGraph(), self._last()
         with torch.cuda.graph(graph, stream=self._stream, pool=None if last is None else last.pool()):
             work()

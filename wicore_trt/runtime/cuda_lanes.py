@@ -109,8 +109,7 @@ OnDevice = Callable[[torch.Tensor], object]
 
 class StartDigests(Protocol):
     """Computes digests on a lane; call the result once that has passed this point. `first` may launch work before,
-    given the pages' places from `base` in words, int64 [pages] on the device; `then` behind, given the digests, int64
-    [pages, 2]."""
+    given the pages' places from `base` in words, int64 [pages]; `then` behind, given the digests, int64 [pages, 2]."""
 
     def __call__(
         self, lane: CudaLane, first: OnDevice | None = None, then: OnDevice | None = None

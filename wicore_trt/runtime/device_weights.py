@@ -107,8 +107,7 @@ def _check_size(tensor: WeightSpec, items: int, path: Path) -> None:
 
 
 def _is_idle(name: str, spec: Gemma3Spec) -> bool:
-    """Tell whether kernels may ignore a tensor: a tied model's head, or scales of a KV cache or activations not
-    quantized."""
+    """Tell whether kernels may ignore a tensor: a tied head, or scales of a KV cache or activations not quantized."""
     kv_scales = {kv_scale_name(layer) for layer in range(spec.num_layers)}
     return (
         name in kv_scales

@@ -86,8 +86,7 @@ class RankExchange:
         return own.masked_fill(absent, 0), absent
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [R, ranks * C] float32: `x` [R, C] float32 of all ranks side by side; it is the last exchange of a
-        step. Raises RankError."""
+        """Return float32 [R, ranks * C]: all ranks' `x` [R, C] side by side, last in a step. Raises RankError."""
         rows, columns = x.shape
         gathered, begin = np.empty((self.ranks, rows * columns), np.float32), 0
         for part in _split_parts(x.reshape(-1)):

@@ -85,8 +85,7 @@ class PageCopier(Protocol):
     coded_bytes: Mapping[str, int]
 
     def pin(self, memory: memoryview, /) -> bool:
-        """Lock host memory for copies, where that is faster, as long as the copier lives. Any thread. Returns True if
-        the memory is backed now."""
+        """Lock host memory for faster copies while the copier lives. Any thread. Returns True if it is backed now."""
         ...
 
     def to_host(
@@ -102,8 +101,7 @@ class PageCopier(Protocol):
         ...
 
     def digest(self, parts: Sequence[memoryview], /) -> bytes:
-        """Compute the digest of a page's bytes in host memory. Any thread. All parts but the last are multiples of
-        4,096 bytes."""
+        """Compute the digest of a page in host memory. Parts but the last are multiples of 4,096 bytes. Any thread."""
         ...
 
 
@@ -193,8 +191,7 @@ class Executor(Protocol):
 @runtime_checkable
 class AheadExecutor(Executor, Protocol):
     """Executor that can start a step before the last one's tokens are read, so that the device never waits for the
-    host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in the order of submission; at most two are
-    submitted and not collected."""
+    host. `execute(batch)` is `submit(batch)`, then `collect()`. Steps run in order; at most two are not collected."""
 
     def submit(self, batch: StepBatch) -> None:
         """Start a step; the batch's data may change afterwards. If it raises, nothing was submitted."""
@@ -227,8 +224,7 @@ class RequestExecutor(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
-        """Take new outputs; waits at most `timeout_s` seconds for some. A sequence's last output has a finish reason.
-        Raises when the engine is broken."""
+        """Take new outputs, waiting at most `timeout_s` seconds. A sequence's last one has a finish reason."""
         ...
 
     def cancel(self, request_key: str, index: int) -> None:

@@ -34,8 +34,7 @@ epsilon (`plugins.kernels.layer_norm`)."""
 
 
 class FeatureEncoder(ImageEncoder, Protocol):
-    """Encoder whose slots operators read: `features` [slots, tokens, text hidden size] in the engine's dtype, on its
-    device."""
+    """Encoder whose slots operators read: `features` [slots, tokens, text hidden size], on the engine's device."""
 
     features: torch.Tensor
 

@@ -208,8 +208,8 @@ class StreamPageCopier:
     """Copier beside the steps: per direction a lane, a thread that puts copies on it and one that calls `done`. Batches
     of at most BATCH pages, and no more coded bytes than the staging has room for, begin at `flush` and before a step.
     `lanes` are those of the steps, to the host, to the device and, if there is a fourth, behind that. `digests`
-    computes digests on the device; without it pages have none. `coder`, which needs it, codes pages. All calls but
-    `digest` come from one thread."""
+    computes digests on the device; without it pages have none. `coder`, which needs it, codes pages. One thread calls
+    all but `digest`."""
 
     def __init__(  # noqa: PLR0913
         self,

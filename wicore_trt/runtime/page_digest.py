@@ -53,8 +53,7 @@ class _Arguments(ctypes.Structure):
 
 
 class PageDigest:
-    """Digests under one key of pages of at most `page_bytes`. `words` (uint32) is the expanded key: a, b [513] each,
-    then c, e [`second_pairs`] each."""
+    """Digests under one key of pages of at most `page_bytes`. `words`: the key's a, b [513], c, e [`second_pairs`]."""
 
     def __init__(self, key: bytes, page_bytes: int) -> None:
         assert len(key) == KEY_BYTES

@@ -1,7 +1,6 @@
 """Numbers of KV pages of each layer group within a memory budget: plain arithmetic, no torch.
 
-Must not know devices or running sequences. Invariant: pools fit the budget and hold at least one sequence of the
-longest length.
+Must not know devices or running sequences. Invariant: pools fit the budget and hold one sequence of the longest length.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def shared_pages(
     loads: bool = False,
 ) -> SharedPages | None:
     """Share at most `budget_bytes` between both layer groups. `loads` as in `pool_sizes`. Returns None for a model with
-    one group, and where too few slabs fit to hold a sequence of `max_context` tokens however its pages lie: then the
-    split of `pool_sizes` is better."""
+    one group, and where too few slabs fit for a sequence of `max_context` tokens: then `pool_sizes` is better."""
     page_bytes = {g: spec.page_bytes(g, page_tokens, kv_bytes_per_elem) for g in spec.groups}
     if len(page_bytes) == 1:
         return None

@@ -65,8 +65,7 @@ def _send_beats(control: MessageSocket) -> None:
 
 
 class _Rank:
-    """Methods by the kinds of messages that this rank obeys. Steps are collected when there is no room for
-    another, and at the end."""
+    """Methods by kinds of messages. Steps are collected when there is no room for another, and at the end."""
 
     def __init__(self, control: MessageSocket, executor: Any, start: Mapping[str, Any]) -> None:
         self._control, self._executor = control, executor

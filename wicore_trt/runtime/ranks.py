@@ -320,8 +320,7 @@ class _Ranks:
             reader.start()
 
     def await_ready(self) -> None:
-        """Wait until all ranks have opened their part. Raises the error of one that cannot, RankError for one that
-        ended or hangs."""
+        """Wait until all ranks have opened their part. Raises the error of one that cannot, RankError if one ended."""
         for _ in self._sockets:
             while not self._ready.acquire(timeout=GLANCE_S):
                 for rank in range(1, self.count):
@@ -379,8 +378,7 @@ class _Ranks:
                     self.fail(RankError("ranks computed different rows or tokens"))
 
     def fail(self, error: RankError) -> RankError:
-        """Note that no step can run any more, and end the others; return the first reason, which may be a rank that is
-        silent."""
+        """Note that no step can run any more, and end the others; return the first reason, or that a rank is silent."""
         if self.failure is None and not self._closing:
             silent = [rank for rank in range(1, self.count) if time.monotonic() - self._beats[rank] >= 4 * BEAT_S]
             self.failure = RankError(f"rank {silent[0]} hangs") if silent else error

@@ -99,8 +99,7 @@ class Sampler:
     def _edit_logits(
         self, logits: torch.Tensor, slices: Sequence[SequenceSlice], finite: np.ndarray, failed: dict[int, str]
     ) -> torch.Tensor:
-        """Apply bias, penalties, eos suppression and masks, on a copy if any row needs one. Rows whose mask cannot be
-        made go into `failed`."""
+        """Apply bias, penalties, eos suppression and masks, on a copy if need be. Rows without a mask are `failed`."""
         edited = logits
         for row, piece in enumerate(slices):
             params = _require_params(piece)
@@ -279,8 +278,7 @@ def _draw_tokens(logits: torch.Tensor, peaks: np.ndarray, slices: Sequence[Seque
 
 
 def _find_candidates(logits: torch.Tensor, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Find for each row ids and logits (float64) of at least its `count` best tokens, best first, lower id first on
-    ties."""
+    """Find each row's ids and logits (float64) of at least its `count` best tokens, best first, then lower id first."""
     rows, vocab = logits.shape
     if count == vocab:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)

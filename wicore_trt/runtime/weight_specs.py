@@ -30,8 +30,8 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file. `combine` "rows" stacks
-    them on dim 0, "max" takes the elementwise maximum. Of a "q4_0", "q8_0" or "q6_k" weight `shape` is that of its
-    bytes (`weight_format.LAYOUTS`)."""
+    them on dim 0, "max" takes the elementwise maximum. `shape` of a "q4_0", "q8_0" or "q6_k" weight: of its bytes
+    (`weight_format.LAYOUTS`)."""
 
     name: str
     dtype: str

@@ -43,8 +43,7 @@ def list_images(content: Iterable[ContentSpan], scope: bytes) -> tuple[PromptIma
 class ImageBook:
     """Books of `slots` slots. Each schedule opens with `begin_schedule`; then sequences ask for their next images. At
     most one image is encoded at a time. Ready ones that nobody asks for stay until their slot is needed, the one asked
-    for last the longest. `little` tokens of text before an image are computed with it: a step of their own would read
-    all weights for them."""
+    for last the longest. `little` tokens of text before an image are computed with it, not in a step of their own."""
 
     def __init__(self, slots: int, little: int = 0) -> None:
         self._little = little

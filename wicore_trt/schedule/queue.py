@@ -2,7 +2,7 @@
 
 The next tenant holds the fewest places; among equals, it was given the fewest since it began to wait. So a tenant with
 a thousand sequences, preempted ones too, delays another one by one sequence. It must not know pages or running
-sequences. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` until `push_sequence`,
+sequences. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` to `push_sequence`,
 `undo_pops` or `end_place`.
 """
 
@@ -37,8 +37,7 @@ def order_key(sequence: Queued) -> tuple[float, int]:
     """Sort key within a tenant, smallest first: arrival + priority * AGEING_S + cost_s; ties by seq_id. A prompt that
     takes ten seconds lets those pass that arrive in its first ten. No term changes while a sequence waits, and
     priorities are bounded. So a heap is exact, and nobody is overtaken by a sequence that came later than cost_s + 2 *
-    MAX_PRIORITY * AGEING_S after it. A preempted sequence returns with its key, ahead of later arrivals; only a load
-    changed its cost meanwhile."""
+    MAX_PRIORITY * AGEING_S after it. A preempted sequence returns with its key, ahead of later arrivals."""
     return (sequence.arrival + sequence.request.priority * AGEING_S + sequence.cost_s, sequence.seq_id)
 
 
@@ -56,8 +55,7 @@ class QueueEntry(Generic[S]):
 @dataclass(slots=True)
 class _TenantQueue(Generic[S]):
     """Waiting sequences of one tenant in a heap, and the places that it holds. `turns` counts the places it was given,
-    beginning at no fewer than any that ended before. The first entry of the heap has a sequence, and so has at least
-    every second one."""
+    beginning at no fewer than any that ended before. The heap's first entry has a sequence, and so has half of it."""
 
     turns: int = 0
     held: int = 0
@@ -193,12 +191,10 @@ class Newcomers:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Queue as it is between two steps. Times are seconds.
-
-    `prompts` that run: (tenant, order key, seconds left). `queued`: waiting entries by tenant. `share` of the time is
-    the prompts', and a prompt token takes `token_s` of it. `free`: places. A taken one becomes free every `turnover_s`,
-    0 if unknown. The taken places began at `begun`, first one first, and last `hold_s` as a rule, by a clock that said
-    `now`."""
+    """Queue as it is between two steps. Times are seconds. `prompts` that run: (tenant, order key, seconds left).
+    `queued`: waiting entries by tenant. `share` of the time is the prompts', and a prompt token takes `token_s` of it.
+    `free`: places. A taken one becomes free every `turnover_s`, 0 if unknown. The taken places began at `begun`, first
+    one first, and last about `hold_s`; it is `now`."""
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """Scheduler: it decides which sequences compute how many tokens in the next step.
 
 It decides on plain data and must not know tensors or transports. Invariant: a schedule's slices fit the budget and
-their pages are reserved; an image is in one slice. While any sequence lives, the schedule is empty only while something
-is being loaded or encoded.
+their pages are reserved; an image is in one slice. While a sequence lives, it is empty only beside a load or encoding.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Scheduler:
     `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
     from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,
     as the device reads its weights anyway. `score_rows` bounds a step's tokens of prompts that want log-probabilities;
-    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one until
-    that is encoded."""
+    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one until it
+    is encoded."""
 
     def __init__(
         self,
@@ -417,8 +416,7 @@ class Scheduler:
         self, schedule: StepSchedule, budget: Budget, passed_over: list[Sequence], before: Sequence | None = None
     ) -> None:
         """Admit waiting sequences in order while budget, pages and places last, up to the running prompt `before`,
-        whose pages stay free. The caller puts `passed_over` back. The first misfit stops admission, lest small requests
-        starve a big one."""
+        whose pages stay free. The caller puts `passed_over` back. The first misfit stops admission, lest it starve."""
         if self.running and self._is_blocked():
             return  # looking up a long prompt again at every step would cost more than the step's other decisions
         while (

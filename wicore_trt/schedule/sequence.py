@@ -35,8 +35,7 @@ class Sequence:
     """Sequence with its state, tokens and pages.
 
     - `tokens`: prompt + output; `computed` of them are in the KV pages
-    - `cached`: prompt tokens found in the cache; None before first admission. It does not grow once the sequence is
-      `requeued`, i.e. lost its pages
+    - `cached`: prompt tokens found in the cache until it is `requeued`, i.e. lost its pages; None before admission
     - `arrival`, `begun`: seconds of the engine's clock, at arrival and at the first step that computed for it
     - `prefetched`: its pages on disk were asked for
     - `turn`: places its tenant had been given before the one it holds; None without one

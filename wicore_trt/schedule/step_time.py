@@ -109,7 +109,7 @@ class Budget:
     """Budget of a step: `tokens` it may still compute. Prompts may take all until `set_time` limits their time.
     Invariants: the tokens given never exceed those there were. Prompts get no more than the step's time allows, but at
     least `least` tokens in all, so that they advance however slow the step is, and one image whole. `room`: tokens that
-    the executor can still take."""
+    the executor still takes."""
 
     __slots__ = (
         "_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_stretched", "_time", "room", "tokens",

@@ -1,8 +1,7 @@
 """Converts messages of the wire contract to plain types and back.
 
 Pure functions; must not know engines or calls. Invariants: an unset optional field takes the default of the plain type
-(no default is repeated here); errors name the field by its path in the request message; `request_fields` defines the
-sampling fields.
+(none is repeated here); errors name a field by its path in the message; `request_fields` defines the sampling fields.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def make_duration(seconds: float) -> Duration:
 
 
 def read_chat_messages(chat: pb2.Chat, most: int) -> tuple[tuple[dict[str, object], ...], tuple[ImageFile, ...]]:
-    """Convert turns for the chat template, and their images. Raises InvalidRequestError when there is no turn, or when
-    there are more than `most`."""
+    """Convert turns for the chat template, and their images. Raises InvalidRequestError for none or too many."""
     if not chat.messages:
         raise InvalidRequestError("A chat needs at least one message.", field="chat.messages")
     check_count(chat.messages, most, "chat.messages")

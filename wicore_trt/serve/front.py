@@ -1,7 +1,6 @@
 """The front: the process that clients talk to. It tokenizes, serves, and hands requests to the engine process.
 
-It must not know the engine's devices. Invariant: a front serves again when a new engine comes, without being restarted
-itself.
+It must not know the engine's devices. Invariant: a front serves again with the next engine, without a restart.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ front grow, and the next one is there in seconds, whereas an engine takes minute
 
 
 def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:
-    """Load the tokenizer of the engine that the settings name; an earlier front has loaded that of `checked_build`.
-    Raises EngineFormatError."""
+    """Load the engine's tokenizer; an earlier front has loaded that of `checked_build`. Raises EngineFormatError."""
     from wicore_trt.engine.directory import open_engine
     from wicore_trt.text.model_files import FILES
     from wicore_trt.text.tokenizer import Tokenizer

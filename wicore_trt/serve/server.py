@@ -130,8 +130,7 @@ class GrpcServer:
     def __init__(
         self, settings: ServerSettings, max_context: int | None = None, admission: Admission | None = None
     ) -> None:
-        """`max_context`: the engine's, if known; `admission`: the process's. Raises ConfigError for bad TLS or keys
-        files."""
+        """`max_context`: the engine's, if known; `admission`: the process's. Raises ConfigError for bad files."""
         self._settings = settings
         admission = admission or Admission.from_settings(settings)
         self._max_message_bytes = find_message_limit(max_context, settings.max_message_mb)

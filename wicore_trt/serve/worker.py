@@ -1,8 +1,7 @@
 """The worker protocol of routers: vllm.grpc.engine.VllmEngine of smg-grpc-proto, which SMG speaks to its workers.
 
 Prompts come as token ids, and the router detokenizes. It must not know how routers choose. Invariants: an unserved
-field that would change the answer is refused; a snapshot of pages plus all later events is what the caches hold;
-unserved calls are UNIMPLEMENTED.
+field that would change the answer is refused; a snapshot of pages plus all later events is what the caches hold.
 """
 
 from __future__ import annotations
@@ -199,8 +198,7 @@ class WorkerService:
 
 
 def _make_load(stats: EngineStats, page_tokens: int, rank: int) -> pb2.SchedulerLoad:
-    """Make the load. Unused pages count as free, cached ones too, since they are taken before anybody waits. Tokens of
-    full attention are counted."""
+    """Make the load. Cached pages count as free: they are taken before anybody waits. Only full attention counts."""
     # throughput is left out: it measures load, not capacity, and routers that divide by it starve a new server
     running, waiting = stats.requests_running, stats.requests_waiting
     whole = next((pool for pool in stats.pools if pool.group == GLOBAL), None)

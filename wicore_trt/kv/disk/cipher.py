@@ -1,15 +1,14 @@
 """Encryption of KV pages at rest: AES-256-GCM with a key of its own per tenant.
 
 A tenant's key is HKDF-SHA256 of the master key, so that a page sealed for one tenant cannot be opened with another
-tenant's key. Each part is sealed with XAES-256-GCM (c2sp.org/XAES-256-GCM): a key for this one part is derived from
-the tenant's key and 96 bits of a random 192-bit nonce; the other 96 bits are the nonce of AES-256-GCM.
+tenant's key. Each part is sealed with XAES-256-GCM (c2sp.org/XAES-256-GCM): a key for this one part is derived from the
+tenant's key and 96 bits of a random 192-bit nonce; the other 96 bits are the nonce of AES-256-GCM.
 
 Why 192 random bits: a nonce must never repeat under one key, over rewrites of a slot, restarts, erased indexes and
 copies of the directory. Counters (write ids) begin again when an index is lost, and with 96 random bits a key is used
 up after 2^32 parts. With 192 random bits 2^80 parts leave a risk of 2^-32, and nothing has to be remembered.
 
-This module must not know files or slots. Invariant: a part opens only under the tenant, page, part number, write id and
-header it was sealed with.
+Must not know files or slots. Invariant: a part opens only under its tenant, page, part number, write id and header.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _BLOCK = 16  # AES; the library wants this much room behind the output of update
 
 
 class PageCipher:
-    """Seals and opens the parts of pages; safe to use from many threads. `master_key`: 32 bytes. ConfigError for
-    another length."""
+    """Seals and opens the parts of pages, on any thread. Raises ConfigError unless `master_key` has 32 bytes."""
 
     overhead_bytes = NONCE_BYTES + TAG_BYTES
 

@@ -89,9 +89,8 @@ def secret_of(salt: str) -> bytes:
 
 
 def kept_secret(files: Files, path: Path) -> bytes:
-    """The secret in the directory of a disk tier; when there is none, that of replicas that were served from it, or
-    one drawn at random. The caller holds its lock. OSError when the file system refuses, or the file is not this
-    user's alone."""
+    """Find the secret in the directory of a disk tier, or that of replicas that were served from it, or draw one. The
+    caller holds its lock. OSError when the file system refuses, or the file is not this user's alone."""
     found = read_secret(files, path)
     if found is None:
         others = (read_secret(files, home) for home in sorted(path.glob(REPLICA_HOME.format("[0-9]*"))))
@@ -102,8 +101,7 @@ def kept_secret(files: Files, path: Path) -> bytes:
 
 def share_secret(path: Path, replicas: int) -> None:
     """Give the directories of a server's replicas one secret, so that a tenant has one tag in all: that of the first
-    one that has any, which may have pages, or of `path`. Servers that start at once do it in turns. Raises
-    EnvironmentUnfitError."""
+    one that has any, or of `path`. Servers that start at once take turns. Raises EnvironmentUnfitError."""
     files = Files()
     try:
         root = root_directory(files, path)
@@ -123,8 +121,7 @@ def share_secret(path: Path, replicas: int) -> None:
 
 @contextmanager
 def _hold_directory(files: Files, path: Path) -> Iterator[None]:
-    """Lock a directory itself for the time of a `with`; its file LOCK may be a server's for long. OSError after
-    SHARE_WAIT_S."""
+    """Lock a directory itself for a `with`; its file LOCK may be a server's for long. OSError after SHARE_WAIT_S."""
     fd, until = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + SHARE_WAIT_S
     try:
         while True:

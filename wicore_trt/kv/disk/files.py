@@ -46,8 +46,7 @@ class NotOursError(OSError):
 def check_owned(
     path: Path, found: os.stat_result, owner: int, *, directory: bool = False, writable_by_others: bool = False
 ) -> None:
-    """Raise NotOursError unless `found` is a regular file with one name, or a `directory`, of user `owner`, and no
-    other may write it."""
+    """Raise NotOursError unless `found` is a file with one name, or a `directory`, that `owner` alone may write."""
     if stat.S_ISLNK(found.st_mode):
         raise NotOursError(path, "a symbolic link")
     if stat.S_IFMT(found.st_mode) != (stat.S_IFDIR if directory else stat.S_IFREG):
@@ -142,8 +141,7 @@ class Files:
         return self.open(path, os.O_RDWR)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Grow a file (no O_DIRECT) to offset + nbytes with space that is really there; zeros are written where the
-        file system cannot reserve it."""
+        """Grow a file (no O_DIRECT) to offset + nbytes of real space: zeros where the file system cannot reserve it."""
         try:
             os.posix_fallocate(fd, offset, nbytes)
         except OSError as error:

@@ -72,8 +72,7 @@ class CorruptSlotError(Exception):
 @dataclass(frozen=True)
 class Namespace:
     """Everything that KV values on disk depend on besides tokens and tenant. Pages of unequal namespaces never mix.
-    `layout` maps each layer group to the bytes of its page. `code` names the code of pages and its format; without one
-    it is no part of `facts`."""
+    `layout` maps each layer group to the bytes of its page. `code` names the code of pages, if any, and its format."""
 
     engine: str
     kernels: str

@@ -44,8 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_records(files: Files, fd: int, page_tokens: int, count: int) -> Iterator[NDArray[np.void]]:
-    """Read the first `count` records of an index, some at once and in the same memory. OSError and EOFError as
-    `move_buffers`."""
+    """Read the first `count` records of an index, some at once, in the same memory. Raises as `move_buffers`."""
     record = np.dtype(record_fields(page_tokens))
     buffer = aligned_buffer(_AT_ONCE * record.itemsize)
     for begin in range(0, count, _AT_ONCE):
@@ -199,8 +198,7 @@ class SlotIndex:
                 self._stamped.pop(slot, None)
 
     def flush_records(self) -> None:
-        """Clear the records of forgotten slots and write stamped ones. OSError when that fails; they are then tried
-        again."""
+        """Clear the records of forgotten slots and write stamped ones. OSError if that fails; the next call retries."""
         with self._writing:  # first: who writes a slot next needs what another thread clears just now
             if not self._forgotten and not self._stamped:
                 return

@@ -390,8 +390,7 @@ def _time_reads(directory: str, count: int, threads: int) -> float:
 
 
 def _move_pieces(count: int, buffers: Sequence[memoryview], move: Callable[[memoryview, int], int]) -> None:
-    """Call `move(buffer, offset)` for all pieces, in a daemon thread for each buffer: a disk that hangs holds up no end
-    of the process."""
+    """Call `move(buffer, offset)` for all pieces, in a daemon thread for each buffer, as a disk may hang."""
     offsets, failed = iter(range(0, count * RATE_PIECE_BYTES, RATE_PIECE_BYTES)), list[OSError]()
 
     def work(buffer: memoryview) -> None:

@@ -34,8 +34,7 @@ class PageMover:
         self._scratch = threading.local()
 
     def begin(self, moves: Sequence[PageMove], op: DiskOperation, landed: Landed) -> Outcome | None:
-        """Move pages, and call `landed` for each: OK, or None when the end is a later call of
-        `IoPool.end_operation`."""
+        """Move pages, and call `landed` for each. None: it goes on elsewhere, until `IoPool.end_operation`."""
         for move in moves:
             digest, fault = b"", None
             try:

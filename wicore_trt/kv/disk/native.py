@@ -56,8 +56,7 @@ class _Run:
 
 
 def find_calls(files: Files) -> tuple[Any, Any] | None:
-    """Addresses of the library's way to read and to write for `files`: None twice for the system's own, None where it
-    does something else there."""
+    """Find the library's calls to read and write for `files`: None twice for the system's own, or None."""
     return (None, None) if (files.preadv, files.pwritev) == (os.preadv, os.pwritev) else None
 
 

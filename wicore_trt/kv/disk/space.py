@@ -37,8 +37,7 @@ from wicore_trt.kv.disk.files import (
 from wicore_trt.kv.disk.format import BLOCK_BYTES, FORMAT_VERSION, Namespace, record_bytes
 
 SLAB_BYTES, MEMORY_SLAB_BYTES = 1 << 30, 64 << 20
-"""In memory the next file is made while the last one is written: a gigabyte takes half a second, and a file that grows
-lets no write in."""
+"""In memory a gigabyte takes half a second, and a file that grows lets no write in."""
 GROW_BYTES = 128 << 20
 """Larger files grow by so much at a time: writes wait for it."""
 COUNTED_BYTES = 1 << 30
@@ -289,8 +288,7 @@ def _own_files(files: Files, home: Path) -> list[tuple[Path, os.stat_result]]:
 
 
 def empty_namespace(files: Files, home: Path) -> None:
-    """Delete the disk tier's files in a namespace directory; the one that makes it a namespace goes last, so that a
-    stop leaves no orphans."""
+    """Delete the disk tier's files in a namespace directory, its description last, so that a stop leaves no orphans."""
     for path, _ in sorted(_own_files(files, home), key=lambda found: found[0].name == _JSON):
         files.unlink(path)
 
@@ -305,8 +303,7 @@ def delete_namespace(files: Files, home: Path) -> None:
 
 
 class Wiper:
-    """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each, in
-    the thread that runs."""
+    """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each."""
 
     def __init__(self, files: Files, space: DiskSpace, slot_bytes: int, wiped: Callable[[int], None]) -> None:
         self._files = files
@@ -340,8 +337,7 @@ class Wiper:
             return found
 
     def wipe_slots(self, limit_bytes: float) -> None:
-        """Overwrite pending slots, some `limit_bytes` of them, from one thread at a time. OSError when that fails; the
-        slot is then tried again."""
+        """Overwrite about `limit_bytes` of pending slots, from one thread at a time. OSError when that fails."""
         done, zeros = 0, [aligned_buffer(BLOCK_BYTES), aligned_buffer(self._slot_bytes)] if self._pending else []
         while done < limit_bytes:
             with self._changed:

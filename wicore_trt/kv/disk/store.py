@@ -1,10 +1,9 @@
 """The disk tier's byte mover: pages between host buffers and slots on disk, in threads, checked on every read.
 
 It decides nothing about eviction and must not know requests. Invariant (I10, I11): a read ends with OK only when the
-buffers hold exactly the bytes that the last acknowledged write put into these slots for this page. This life of the
-process or one before may have written them. The bytes of a page with a time to live are overwritten when it leaves,
-for whatever reason; until then an index record says when its time is over, also while it is being written, so that a
-restart ends it too."""
+buffers hold exactly the bytes that the last acknowledged write put into these slots for this page. The bytes of a page
+with a time to live are overwritten when it leaves, for whatever reason; until then, also while it is written, an index
+record says when its time is over, so that a restart ends it too."""
 
 from __future__ import annotations
 
@@ -205,8 +204,8 @@ class DiskStore:
     def read_pages(self, moves: Sequence[PageMove], done: Callable[[Outcome], None]) -> bool:
         """Read pages' parts into their buffers, with digests of one kind. As `write_page`, but `done` hears OK when it
         is over, and each move has its outcome: CORRUPT when the slots hold anything else, and only after OK do the
-        buffers mean something. The probe looks at them before they are checked, so that no bit can flip between;
-        encrypted ones are checked first."""
+        buffers mean something. The probe looks at them before they are checked, as a bit could flip between; at
+        encrypted ones behind."""
         for move in moves:
             self._check_slots(move.slots, move.parts)
         return self._pool.submit_operation(partial(self._run_reads, moves), done, urgent=True, pages=len(moves))

@@ -97,8 +97,7 @@ class DirectoryReport:
 class VerifyReport:
     """Result of `verify_directory`. `faults` counts by cause: pages, index records and namespaces that are damaged.
     `leftovers`: index records of pages that were being written when a server died, or whose time to live is over;
-    harmless, and cleared like the rest. `unopened`: encrypted pages whose checksum is right, but whose tag was not
-    checked for want of the key."""
+    harmless, and cleared like the rest. `unopened`: encrypted pages whose checksum is right, and tag unchecked."""
 
     pages: int = 0
     good: int = 0
@@ -152,8 +151,8 @@ class StoredNamespace:
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
     def find_pages(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
-        """The complete pages in the index: those written with encryption, or those without; with `now` (seconds since
-        1970) none whose time is over."""
+        """Find the complete pages in the index, `sealed` or not; at a time `now`, in seconds, those whose time is not
+        over."""
         return FoundPages([self.records], self.namespace, FLAG_SEALED if sealed else 0, now)
 
     def find_fault(self, page: Page, slots: Sequence[int], write_id: int, slot_format: SlotFormat) -> str | None:
@@ -221,8 +220,7 @@ class _TagUnread(PageCipher):
 
 
 def inspect_directory(path: Path) -> DirectoryReport:
-    """Describe a disk tier's directory. Only reads; also while a server holds it. NotFoundError when there is no disk
-    tier."""
+    """Describe a disk tier's directory, also while a server holds it. NotFoundError when there is no disk tier."""
     homes, files = namespace_homes(path), owned_files(path)
     reports = []
     for home in homes:

@@ -69,8 +69,7 @@ class TenantNames:
 
 class KeyChain:
     """Page keys of one engine. `fingerprint` identifies model, weights, dtype and KV dtype; `rank`/`world` the shard of
-    a tensor-parallel engine. `secret` (KEY_BYTES) is the operator's; without one the keys are of use to this object
-    alone."""
+    a tensor-parallel engine. `secret` (KEY_BYTES) is the operator's; without one no other object has these keys."""
 
     def __init__(
         self, fingerprint: str, page_tokens: int, *, rank: int = 0, world: int = 1, secret: bytes | None = None

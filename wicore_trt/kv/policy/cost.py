@@ -38,8 +38,7 @@ class CostPolicy(ChainPolicy):
 
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
     equal costs, which maximises the token hit rate. A `victim_cache` holds only what the tier above evicted; its hits
-    cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` makes the classes of lengths mean
-    the same for any page size."""
+    cannot be compared with an LRU over all traffic, so it has no guard. `page_tokens` scales the classes of lengths."""
 
     def __init__(
         self,

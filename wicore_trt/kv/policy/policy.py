@@ -44,12 +44,10 @@ class Node:
 
 
 class ChainPolicy(ABC):
-    """Chains, ghosts, pins and a heap of the pages that may leave; subclasses score pages. Keys of a chain are given
-    first page first.
-
-    Only pages without resident children and pins are in the heap. Entries outdated by `version` are dropped when met,
-    so touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts touched pages,
-    so the order is the same at any request rate."""
+    """Chains, ghosts, pins and a heap of the pages that may leave; subclasses score pages. Chains begin with the first
+    page. Only pages without resident children and pins are in the heap. Entries outdated by `version` are dropped when
+    met, so touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts touched
+    pages, so the order is the same at any request rate."""
 
     _clock_per_page = 0  # by how much the clock moves with a page that comes in
 

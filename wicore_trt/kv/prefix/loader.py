@@ -275,8 +275,7 @@ class PrefixLoader:
         return step
 
     def is_awaited(self, pages: SequencePages, computed: int, step_s: float) -> bool:
-        """Say whether a sequence that waited at its last move may wait for its load for two more steps, and will for
-        one."""
+        """Say whether a sequence that waited at its last move may wait for its load two more steps, and will one."""
         load = pages.load
         begun = self._begun.get(load) if load is not None else None
         if load is None or begun is None or begun.waiting_since is None or load.failures != self._manager.failures:
@@ -340,8 +339,7 @@ class PrefixLoader:
 
     def end_load(self, pages: SequencePages, computed: int) -> int:
         """Jump to the end of a load that has arrived: put its window and found pages into the tables and publish them.
-        Returns the tokens now computed. A load that would pass over an unwritten page is cancelled; then `computed`
-        stays."""
+        Returns the tokens now computed: as before if the load, passing over an unwritten page, is cancelled."""
         load, manager, parked = pages.load, self._manager, pages.parked
         assert load is not None
         missing = self._find_unwritten(pages, load, computed)

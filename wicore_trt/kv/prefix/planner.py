@@ -28,8 +28,7 @@ FAST_LOAD = 0.2
 """Share of the time of computing, below which a load from disk is awaited while no other sequence computes: beside a
 step no page goes to the device, and computing a part would save less than that costs."""
 BAND = 0.35
-"""How much faster than predicted a load may be without running out of requested pages: a split requests more pages
-than it expects to need."""
+"""How much faster than predicted a load may be: a split requests more pages than it expects to need."""
 CAUTION = 1.1
 """In the choice among resume points loads count as this much slower: of two that are as good, the surer one."""
 SLOWER = 1.15
@@ -42,12 +41,10 @@ WAIT_SHARE = 0.24
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Resume point in the lower tiers: the first `tokens` tokens can be had without computing.
-
-    `global_pages[i]` is the tier of the page with tokens [first + i * page_tokens, ...) of all global layers, `first`
-    being the choice's start rounded down to a page. Entries past `tokens` are ignored, so candidates can share a list.
-    `page_bytes` counts all global layers. `window_bytes` are the bytes of the windows before `tokens`, by tier. Pages
-    on the device cost nothing."""
+    """Resume point in the lower tiers: the first `tokens` tokens can be had without computing. `global_pages[i]` is the
+    tier of the page with tokens [first + i * page_tokens, ...) of all global layers, `first` being the choice's start
+    rounded down to a page. Entries past `tokens` are ignored, so candidates can share a list. `page_bytes` counts all
+    global layers, `window_bytes` the windows before `tokens` by tier. Pages on the device are free."""
 
     tokens: int
     global_pages: Sequence[str]
@@ -108,8 +105,7 @@ def choose_load(
 ) -> LoadChoice:
     """Choose the fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device. The
     device's time counts as time of others too. A candidate with pages in a tier that `tiers` lacks is passed over. A
-    load that saves less than MARGIN of recomputing is not made. O(pages) for the sums over each distinct page list,
-    then O(log pages) per candidate."""
+    load that saves less than MARGIN of recomputing is not made. O(pages) for each distinct page list."""
     step = compute.seconds_alone(start, start + compute.slice_tokens)  # the one with the first token, at least
     recompute = max(compute.delay_s + compute.shared_seconds(start, total), step)
 
@@ -207,8 +203,7 @@ def aim_meeting(
     and all pages from there on are here; it grows the earlier the token is.
 
     A load that arrives after all of it is computed shortens no step. `ready_from` and `idle_s` as in `decide_move`. A
-    load that spares others is awaited while it should arrive in time, and while computing the rest would still end in
-    time.
+    load that spares others is awaited while it, or else computing the rest, should end in time.
 
     A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
     step the meeting point follows what came so far. `choice` is the one that the load began with: idling is in all a
@@ -265,8 +260,7 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
 
     wait_s is at most a slice and a quarter of what the load should save. A load-only choice adds the load's own time,
     which is less than computing. Beside sequences that decode, a load from disk may idle longer. But idling and
-    computing together take at most 1 + `others` times what computing takes, even if nothing more comes, as it computes
-    no further than to what is there."""
+    computing together take at most 1 + `others` times what computing takes, even if nothing more comes."""
     if computed >= choice.stop:
         return NextMove("drop")
     if ready_from <= computed:

@@ -1,8 +1,7 @@
 """Online estimates for the planner: prefill seconds per token, and each tier's rate and latency.
 
-Plain data; it must not read clocks (callers pass seconds and `now`) nor know what is measured. Invariant: estimates are
-positive and finite whatever is observed, and two or three observations bring a tier that changed tenfold within a
-factor of two.
+Must not read clocks (callers pass seconds and `now`) nor know what is measured. Invariant: estimates are positive and
+finite whatever is observed; two or three observations bring a tier that changed tenfold within a factor of two.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ class TierRate:
 @dataclass(frozen=True, slots=True)
 class ComputeRate:
     """Prefill time of one sequence: `per_token_s` (c0) for each token, `per_key_s` (c1) more per key it attends to.
-
     `share` in (0, 1] is its part of the step budget under the present load. `delay_s` is the time until its first step;
     loads go on meanwhile. With fewer than `slice_tokens` of it a step gets no shorter, as weights are read or other
-    sequences fill it. `others`: seconds to its first token that are worth a second of the device, for which other
-    sequences' tokens would wait."""
+    sequences fill it. `others`: seconds to its first token that are worth a second of the device to other sequences."""
 
     per_token_s: float
     per_key_s: float = 0.0
@@ -82,8 +79,7 @@ DOUBLING_S = 10.0
 """A slow tier that nobody reads is expected to double its rate each so many seconds, up to the best it showed."""
 
 HOPE = 10.0
-"""How many times as fast as it seems a disk may turn out to be of which nothing is known: it is never read for long
-while it seems slow."""
+"""How many times as fast as it seems a disk may be of which nothing is known, as one that seems slow is not read."""
 STRETCH, STRETCH_S = 64 << 20, 0.05
 """Of reads without a rest so many bytes, or so many seconds, are one observation."""
 KNOWN, KNOWN_MOST = 64 << 20, 256 << 20

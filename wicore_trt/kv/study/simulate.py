@@ -236,8 +236,7 @@ def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
 class BeladyPolicy(ChainPolicy):
     """Policy that evicts the page whose next use is farthest: an optimum that no server can have. `future` is
     `next_uses` of the replayed trace; `touch_chain` is called once per request of it, in order. A page's next use is
-    never later than its child's, so "leaf first" and "farthest first" agree. Contiguous hits are optimal up to ties
-    among pages of unequal chains."""
+    never later than its child's, so "leaf first" and "farthest first" agree. Hits are optimal but for ties."""
 
     def __init__(self, capacity: int, future: list[list[int]]) -> None:
         super().__init__(capacity)

@@ -27,8 +27,7 @@ space for are tried again after as long."""
 
 class DownTransfers:
     """`stored(copy)` hears of each page that came to host memory. `save_early`: copy host pages to disk as soon as they
-    are stored, not only when the host fills up. `expires(key)` says when a page's time is over, in seconds since 1970,
-    0 for never."""
+    are stored. `expires(key)` says when a page's time is over, in seconds since 1970, 0 for never."""
 
     def __init__(self, movers: Movers, stored: Callable[[TierCopy], None], *, save_early: bool) -> None:
         self.to_save: OrderedDict[TierCopy, None] = OrderedDict()

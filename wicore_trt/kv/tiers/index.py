@@ -27,8 +27,7 @@ LOOKAHEAD = 256
 
 
 class Recency(LRUPolicy):
-    """Order of a tenant's pages, least recently used or stored first: look-ups of pages that are not here do not
-    reach it."""
+    """Order of a tenant's pages, least recently used or stored first; look-ups of absent pages do not count."""
 
     _clock_per_page = 1
 
@@ -168,8 +167,7 @@ class TierIndex:
 
     def reserve_copy(self, page: Page, slots: int = 0) -> TierCopy | None:
         """Reserve slots (so many, or as many as a page usually takes) for a page that is not in the index, evicting
-        what the policy gives up first; None when what is left is in use, pinned or of other tenants and this one is at
-        its quota."""
+        what the policy gives up first; None when the rest is in use or pinned, or this tenant is at its quota."""
         need, key, carries = slots or self.slots_per_page[page.group], page.key, page.group == self.primary
         if not self._make_room(need, page):
             return None
@@ -202,8 +200,7 @@ class TierIndex:
         return copy
 
     def commit_copy(self, copy: TierCopy, readers: int = 0) -> None:
-        """The page is written: it can be found and read, and so many do, as after `acquire_copies`. A copy that was
-        dropped meanwhile is freed."""
+        """Let a written page be found and read; so many `readers` do. A copy that was dropped meanwhile is freed."""
         if copy.state is CopyState.LOST:
             self.reclaim_slots(copy)
             return
@@ -312,8 +309,7 @@ class TierIndex:
         self._remove_copy(copy, cause, lost=copy.readers > 0)
 
     def drop_key(self, key: bytes, cause: str, *, written: bool = False) -> None:
-        """Drop all READY copies of a page; with `written` also those that are being written, whose buffers may change
-        until `reclaim_slots`."""
+        """Drop READY copies of a page; with `written` WRITING ones, too, whose buffers change until `reclaim_slots`."""
         node = self._nodes.get(key)
         for copy in node.copies if node is not None else ():
             if copy.ready:

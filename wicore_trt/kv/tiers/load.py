@@ -34,9 +34,8 @@ class PrefixLoad:
     arrived. `wrong` counts how often what came was not the page, by group and index. `expected` are the names of all
     that the manager was told to expect, `failures` its count of failed steps at the beginning. The sequence has
     computed tokens of all global pages below `floor`, which are no longer wanted: that a page came wrong is noticed
-    when it is in its slot, where it would have spoilt what was computed. `turn` is its place among loads that read
-    from disk: the smaller one is first; all that it asked for is among the first `asked_up_to` bytes that the disk was
-    asked for."""
+    when it is in its slot, where it would have spoilt what was computed. `turn` is its place among loads that read from
+    disk, the smallest first; its requests end among the first `asked_up_to` bytes asked of the disk."""
 
     def __init__(
         self,
@@ -148,8 +147,7 @@ class PrefixLoad:
         return items, found
 
     def note_arrival(self, items: Sequence[LoadItem], tier: str) -> None:
-        """Note that these pages of one layer group are in their device slots (a prefetch: in host memory), and were
-        in `tier`."""
+        """Note that pages of one layer group came from `tier` to their device slots, or by a prefetch to the host."""
         group, indices = items[0].page.group, [item.page.index for item in items]
         self.in_flight -= len(items)
         self.missing[group].difference_update(indices)

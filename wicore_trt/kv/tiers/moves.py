@@ -3,8 +3,7 @@
 Down go a `Store` (device to host) and a `Save` (host to disk). Up go a `Read` (disk to host) and a `Fetch` (to whoever
 asked, in host memory); of many pages, a `ChecksumJob` (in host memory) and an `Upload` (host to device). Only the
 engine thread changes them. Plain data; it must not know copiers, files or threads. Invariants (I6): a move goes along
-its `LEGAL` stages only, so none is applied twice or after its end; a copy along `TRANSITIONS`, so that nothing freed is
-written or read.
+its `LEGAL` stages, so none is applied twice or after its end; a copy along `TRANSITIONS`, so nothing freed is used.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from wicore_trt.kv.pages.page import Page
 
 
 class CopyState(enum.Enum):
-    """WRITING is filled now; READY can be read; LOST left the index while its buffers are still touched; FREE is
-    final."""
+    """WRITING is filled now; READY can be read; LOST left the index, its buffers still touched; FREE is final."""
 
     __hash__ = object.__hash__
 
@@ -133,8 +131,7 @@ class Store(Move):
 
 @dataclass(slots=True, eq=False)
 class Save(Move):
-    """A host copy, held meanwhile, on its way to `target` on disk. `expires`: as it is written there, seconds since
-    1970."""
+    """A host copy, held meanwhile, on its way to `target` on disk. `expires` as written there: seconds since 1970."""
 
     LEGAL: ClassVar[Table] = DISK
     copy: TierCopy

@@ -18,8 +18,7 @@ from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.types import CacheHints, CachePriority
 
 SessionName = tuple[bytes, str | bytes]
-"""Scope (`TenantNames.scope`) and session; a request of high priority without a session goes by the last key of its
-chain."""
+"""Scope (`TenantNames.scope`) and session; for a request of high priority without one, the last key of its chain."""
 _MAX_KEYS = 1 << 18
 KEPT_AT_ONCE = 64
 
@@ -67,8 +66,7 @@ class Retention:
             self._replace_session((scope, keys[-1]), keys, tiers, self._pin_s_of(hints))
 
     def begin_ends(self, keys: Iterable[bytes], hints: CacheHints) -> None:
-        """A request made these pages: their time begins, while it runs before any tier has them, so that none keeps
-        them longer."""
+        """Begin the time of pages that a request made, while it runs, so that no tier keeps them longer."""
         if hints.ttl_s is not None:
             now = self.clock()
             for key in keys:

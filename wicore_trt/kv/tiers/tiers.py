@@ -37,8 +37,7 @@ HYSTERESIS = 0.05
 
 
 class LowerTiers:
-    """`save_early` as in `DownTransfers`. `host` and `disk` are the indexes. Without a disk tier `disk` and `store`
-    are None."""
+    """`save_early` as in `DownTransfers`. `host` and `disk` are indexes; without a disk `disk` and `store` are None."""
 
     def __init__(self, movers: Movers, *, save_early: bool, backing: Backing | None = None) -> None:
         self.movers = movers
@@ -63,8 +62,7 @@ class LowerTiers:
             self.up.refuse_fetches(page.name)
 
     def find_tier(self, group: str, key: bytes) -> str | None:
-        """Find the nearest tier that has a page: "host" (or on its way there from the device), "reading" (on its way
-        there from disk), "disk" or None."""
+        """Find the nearest tier with a page: "host" (or on its way from the device), "reading" (from disk), "disk"."""
         here = self.host.find_copy(group, key)
         if here is not None:
             return "reading" if here.being_read else "host"

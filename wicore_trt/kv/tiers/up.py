@@ -82,8 +82,7 @@ class UpTransfers:
             self._fail_fetch(fetch)
 
     def check_copies(self, copies: Sequence[TierCopy], on_verdict: OnVerdict) -> None:
-        """Compare what host copies, which are held, have in their buffers; `on_verdict` as in `ChecksumJob`. For where
-        the device does not do it."""
+        """Compare the buffers of held host copies, where the device does not; `on_verdict` as in `ChecksumJob`."""
         self._movers.outstanding += len(copies)
         self._movers.checker.submit(self._run_check, ChecksumJob(copies, on_verdict))
 
@@ -129,8 +128,7 @@ class UpTransfers:
         fetch.inbox.append(fetch)
 
     def answer_fetches(self, copy: TierCopy, *, held: bool = False) -> None:
-        """Give a page that was just stored or read to the fetches that wait for it; it needs no second check. `held`:
-        they hold it already."""
+        """Give a page that was just stored or read, so needs no check, to the fetches for it. `held`: they hold it."""
         for fetch in self.waiting.pop(copy.page.name, ()):
             if not held:
                 self._movers.host.index.acquire_copies([copy])
@@ -333,8 +331,7 @@ class LoadPump:
         return slots * self._movers.host.slot_bytes
 
     def unasked_bytes(self, count: int = 0, load: PrefixLoad | None = None) -> int:
-        """Count the bytes not asked of the disk yet by loads that come before `load` there, or before a new one of
-        `count` bytes."""
+        """Count the bytes not asked of the disk yet by loads before `load`, or before a new one of `count` bytes."""
         slots, found = self._host.slots_per_page, 0
         for other in self.loads:
             if other is load or (load is None and other.turn > (0, _size_class(count))):
@@ -400,8 +397,7 @@ class LoadPump:
         return copy is not None and not copy.being_read
 
     def _fetch_items(self, load: PrefixLoad, items: Sequence[LoadItem], here: bool) -> int:
-        """Bring pages to host memory, if they are not `here` already, and say for how many of the first there was
-        room."""
+        """Bring pages to host memory, unless they are `here` already; say for how many of the first there was room."""
         fetches = list[Fetch]()
         for item in items:
             wrong = load.wrong[item.page.group, item.page.index] if load.wrong else 0
