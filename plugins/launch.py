@@ -160,12 +160,12 @@ class CudaLauncher:
         )
 
     def _encode_map(self, type_: str, array: TensorMap) -> int:
-        """Find the address of an encoded map, which is made once and kept. cuda-bindings' own call gives an object that
-        need not lie at a multiple of 64, as the driver asks."""
+        """Find the address of an encoded map, which is made once and kept: of two threads' the first. The driver asks
+        for a multiple of 64, which an object of cuda-bindings' own call need not be."""
         if (type_, array) not in self._maps:
             self._driver = self._driver or _cuda_driver()
             function = self._call_driver("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
-            self._maps[type_, array] = encode_map(int(function), type_, array)
+            self._maps.setdefault((type_, array), encode_map(int(function), type_, array))
         return ctypes.addressof(self._maps[type_, array])
 
     def _find_context(self) -> int:

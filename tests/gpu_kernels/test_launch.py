@@ -152,6 +152,23 @@ def test_tensor_maps_are_encoded_once_and_passed_by_value() -> None:
         launcher.launch(mapped, Launch((1, 1, 1), {"n": 0}), 0)
 
 
+def test_of_two_threads_that_encode_one_tensor_map_the_first_ones_stays() -> None:
+    """The other thread's launch may still read it, while its memory would be given to something else."""
+    array, type_ = TensorMap(0x10, (84, 7, 64), (128, 10752)), "tensordesc<bf16[2, 32, 64], swizzle_byte_width=128>"
+    driver, addresses = FakeDriver(), list[int]()
+    launcher = CudaLauncher(driver)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def encode(to: int) -> int:
+        if not addresses:  # the other thread comes between this one's question and its answer
+            addresses.append(to)
+            addresses.append(launcher._encode_map(type_, array))
+        return 0
+
+    driver.cuGetProcAddress = lambda *_: (Status.CUDA_SUCCESS, ctypes.cast(encode, ctypes.c_void_p).value, 0)  # type: ignore[attr-defined]
+    assert launcher._encode_map(type_, array) == addresses[1] != addresses[0]
+
+
 def read_config(config: Any) -> tuple[Any, ...]:
     (attribute,) = config.attrs[: config.numAttrs]
     grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
