@@ -26,10 +26,10 @@ from fault_injection import flip_bit
 from wicore_trt.config import KVSettings
 from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import DiskStore
+from wicore_trt.kv.tiers import open_tiers
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import CopyState
 from wicore_trt.model.spec import GLOBAL, LOCAL
@@ -175,7 +175,7 @@ class Stack:
         clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
         with (
             mock.patch.multiple(assemble_kv, Namespace=ranked, time=clock),
-            mock.patch.multiple(store, DiskStore=slabs, **self.disk),
+            mock.patch.multiple(open_tiers, DiskStore=slabs, **self.disk),
         ):
             manager, loader = assemble_kv.make_cache(
                 self.kv, executor.layout, shape.window, engine=shape.engine, kernels=shape.kernels,

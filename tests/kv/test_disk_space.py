@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from disk_store_helpers import SLOT, SPACE, buffers, content, get, make_page, open_store, put, wait_for
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
+from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.files import Files, tree_bytes
 from wicore_trt.kv.disk.space import DiskSpace, Space
 from wicore_trt.kv.disk.store import DiskStore, Outcome
@@ -102,14 +102,6 @@ def test_what_the_system_refuses_is_said_with_a_fix(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(EnvironmentUnfitError, match="directory"):
             open_store(path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"slot_bytes": 1000}, {"slot_bytes": 0}, {"threads": 0}, {"queue_limit": 0}, {"timeout_s": 0}]
-)
-def test_numbers_that_mean_nothing(tmp_path: Path, change: dict) -> None:
-    with pytest.raises(ConfigError):
-        open_store(tmp_path, **change)
 
 
 def test_a_limit_below_one_slot_names_the_least(tmp_path: Path) -> None:

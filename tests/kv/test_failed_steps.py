@@ -14,8 +14,8 @@ import pytest
 from fakes import greedy, make_core
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk import store
 from wicore_trt.kv.disk.files import Files
+from wicore_trt.kv.tiers import open_tiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.schedule.sequence import StepSchedule
@@ -206,7 +206,7 @@ def test_a_page_that_is_condemned_while_it_is_written_to_disk_is_not_there_after
     gate = Gate()
     tier = {"disk_path": str(tmp_path / "kv"), "disk_bytes": 40 << 20, "disk_free_bytes": 0}
     kv = KVSettings(host_bytes=2000 * 4096, salt="s", **tier)
-    with mock.patch.object(store, "DISK_THREADS", 1):
+    with mock.patch.object(open_tiers, "DISK_THREADS", 1):
         core = make_core(kv=kv, files=gate)
     manager, prompt = core.scheduler.manager, list(range(10, 50))
     gate.opened.clear()

@@ -16,7 +16,7 @@ from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import rate_reads
 from wicore_trt.kv.disk.store import DISK_THREADS
-from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, KVEventLog
+from wicore_trt.kv.events import KVEventLog
 from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.policy.by_name import make_policy
@@ -45,7 +45,7 @@ def make_cache(
 ) -> tuple[KVCacheManager, PrefixLoader | None]:
     """Make the cache of an engine with fingerprint `engine` that `kernels` compute; `files` makes the disk tier's
     system calls. Raises ConfigError for settings that fit no page, EnvironmentUnfitError for an unusable disk tier."""
-    events = KVEventLog(MAX_EVENT_LOG_PAGES)
+    events = KVEventLog()
     chain_group = GLOBAL if GLOBAL in layout.num_pages else LOCAL
     tiers, store = None, None
     if settings.host_bytes:
@@ -79,12 +79,7 @@ def make_cache(
         tiers.up.disk_rate = loader.observe_disk_read
         _keep_times(manager.retention, tiers)
         probe_tiers(manager, tiers, layout.page_bytes, partial(loader.record_probe, loader.host_meter))
-        if (
-            store is not None
-            and settings.disk_path is not None
-            and tiers.disk is not None
-            and not tiers.disk.find_newest(1)
-        ):
+        if store is not None and settings.disk_path and tiers.disk is not None and not tiers.disk.find_newest(1):
             spare = min(settings.disk_bytes // 16, store.spare_bytes)
             rate_reads(settings.disk_path, spare, DISK_THREADS, partial(loader.record_probe, loader.disk_meter))
     return manager, loader
@@ -98,12 +93,11 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
     for key, end in store.ending.items():
         retention.restore_end(key, min(end - store.now, MAX_TTL_S))
 
-    def expires(key: bytes) -> int:
-        left = retention.seconds_left(key)
+    def find_end(left: float | None) -> int:
         return 0 if left is None else max(1, int(store.now + left))
 
     def stamped(key: bytes, left: float | None) -> None:
-        end = 0 if left is None else max(1, int(store.now + left))
+        end = find_end(left)
         for group in books.slots_per_page:
             copy = books.find_copy(group, key)
             if copy is not None and copy.ready:
@@ -112,7 +106,7 @@ def _keep_times(retention: Retention, tiers: LowerTiers) -> None:
                 if not known or not end or end < known or known - store.now < (left or 0.0) / 2:
                     store.stamp_page(copy.page, copy.slots, end)
 
-    tiers.down.expires = expires
+    tiers.down.expires = lambda key: find_end(retention.seconds_left(key))
     retention.stamped = stamped
 
 

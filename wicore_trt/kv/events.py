@@ -182,7 +182,7 @@ class KVEventLog(EventFeed):
     to the engine thread, the rest to any. If set, `snapshot_source` gives the first `publish_step` all pages of all
     tiers, as an earlier process may have left some on disk."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = MAX_EVENT_LOG_PAGES) -> None:
         super().__init__(limit)
         self.snapshot_source: Callable[[], Iterable[Entry]] | None = None
         self._pending: _Changes = {}

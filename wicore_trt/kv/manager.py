@@ -16,7 +16,7 @@ from itertools import islice
 
 from wicore_trt.arithmetic import count_lone_pages, div_ceil, first_visible_page
 from wicore_trt.kv.copy_down import CopyDown, WritePolicy
-from wicore_trt.kv.events import MAX_EVENT_LOG_PAGES, Entry, KVEventLog
+from wicore_trt.kv.events import Entry, KVEventLog
 from wicore_trt.kv.memory import Memory, SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.pages.page import Page
@@ -84,7 +84,7 @@ class KVCacheManager:
             for group, count in num_pages.items()
         }
         self.tiers = tiers
-        self.events = events if events is not None else KVEventLog(MAX_EVENT_LOG_PAGES)
+        self.events = events if events is not None else KVEventLog()
         self.events.snapshot_source = self.list_pages
         self.hit_tokens = 0
         self.retention = retention if retention is not None else Retention(600.0, time.monotonic)

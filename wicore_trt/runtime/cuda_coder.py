@@ -38,8 +38,11 @@ def place_bytes(codes: Mapping[str, PageCode], most: int) -> int:
 
 
 class CudaCoder:
-    """Implements `page_copier.PageCoder` for pages in memory behind `base`. `seals` takes their digests and has the
-    kernels' arrays of places; a call has at most `most` pages."""
+    """Codes pages in memory behind `base`: of each layer group in `codes`, between its pool and `staging`, for each
+    direction, to the host and to the device, some places of `staging_bytes`. `seals` takes their digests and has the
+    kernels' arrays of places. A call takes at most `most` pages (layer group, address, address of its code), codes of a
+    group side by side. It asks on the lane; its result works on the lane that it is given, the same or one behind. Call
+    the result of that once this lane has passed: the pages' digests under SEAL_KEY, as they were or are not coded."""
 
     def __init__(self, code: CodeKernels, seals: CudaDigests, base: int, device: torch.device, most: int) -> None:
         self.codes, self._kernels, self._seals, self._base = code.codes, code.kernels, seals, base
@@ -51,6 +54,7 @@ class CudaCoder:
         self._found = torch.zeros(most, dtype=torch.int32, device=device)
 
     def encode(self, lane: CudaLane, pages: Sequence[tuple[str, int, int]]) -> StartWork:
+        """Encode and seal. The code of a page that does not fit is unspecified behind its header."""
         runs, asked = self._find_runs(pages), self._seals.ask(lane, self._list_pages(pages))
 
         def launch(lane: CudaLane, places: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ import torch
 from wicore_trt.plugins.aot import CompiledKernel
 from wicore_trt.plugins.code_layout import HEADER_BYTES, SEAL_BYTES, SEAL_KEY, PageCode
 from wicore_trt.runtime.batch import StepBatch
-from wicore_trt.runtime.cuda_coder import PLACES, CodeKernels, CudaCoder, StartWork, place_bytes
+from wicore_trt.runtime.cuda_coder import PLACES, CodeKernels, CudaCoder, place_bytes
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaEvent, CudaHostMemory, CudaLane, host_address
 from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
@@ -45,24 +45,6 @@ from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 SlotKey = tuple[str, int]  # layer group and slot
 StagedPage = tuple[str, int, int]
 BATCH = 64  # copies that begin together: one event and one digest kernel for all; 27B's take 3 to 15 ms on PCIe 5
-
-
-class PageCoder(Protocol):
-    """Codes pages on a device: of each layer group in `codes`, between its pool and `staging`, for each direction, to
-    the host and to the device, some places of `staging_bytes` of device memory. Each call takes (layer group, address
-    of the page, address of its code), codes of a group side by side. It asks on the lane; its result works on the lane
-    that it is given, the same or one behind. Call the result of that once this lane has passed this point: the pages'
-    digests under SEAL_KEY, before they were encoded or after they were decoded."""
-
-    codes: Mapping[str, PageCode]
-    staging: tuple[Sequence[int], Sequence[int]]
-    staging_bytes: int
-
-    def encode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> StartWork:
-        """Encode and seal. The code of a page that does not fit is unspecified behind its header."""
-        ...
-
-    def decode(self, lane: CudaLane, pages: Sequence[StagedPage], /) -> StartWork: ...
 
 
 class StepCopier(PageCopier, Protocol):
@@ -221,7 +203,7 @@ class StreamPageCopier:
         digests: CudaDigests | None = None,
         digest: PageDigest | None = None,
         starter: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "wicore-page-copies"),
-        coder: PageCoder | None = None,
+        coder: CudaCoder | None = None,
     ) -> None:
         self._overlapping, self._sharing = overlapping, dict[SlotKey, list[SlotKey]]()
         flat = _flatten_pools(pools)

@@ -298,9 +298,8 @@ class Scheduler:
             return  # preempted for one that was served before
         wanted = self._advance_load(sequence)
         count = self._limit_tokens(sequence, wanted, budget)
-        if (
-            wanted < sequence.remaining_tokens and self.loader is not None and self.loader.reads_disk
-        ):  # it may go on elsewhere soon
+        if wanted < sequence.remaining_tokens and self.loader is not None and self.loader.reads_disk:
+            # it may go on elsewhere soon
             before = int(self.loader.awaited_load_s(sequence.pages) / self.prefill.compute_rate().per_token_s)
             budget.tokens = min(budget.tokens, max(count, before, self.slice_tokens))
         if count == 0:

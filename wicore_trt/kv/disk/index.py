@@ -164,20 +164,19 @@ class SlotIndex:
 
     def put_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int = 0) -> None:
         """Record that `slots` hold `page`. OSError when that fails; some of the records may then be written."""
-        records = self._make_records(page, slots, write_id, expires)
         with self._writing:
-            with self._mutex:
-                self._forgotten.difference_update(slots)
-                self.leave_records(slots)
-            self._write_records(slots, records)
+            self._write_records(slots, self._replace_records(page, slots, write_id, expires))
 
     def prepare_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> tuple[int, int, bytes]:
         """Make the records of `put_records` for a caller that writes them: (file descriptor, bytes of a record, the
         slots' records). Nothing that was noted of the slots is written any more."""
+        return self._fd, self._record_bytes, b"".join(self._replace_records(page, slots, write_id, expires))
+
+    def _replace_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> list[bytes]:
         with self._mutex:
             self._forgotten.difference_update(slots)
             self.leave_records(slots)
-        return self._fd, self._record_bytes, b"".join(self._make_records(page, slots, write_id, expires))
+        return self._make_records(page, slots, write_id, expires)
 
     def stamp_records(self, page: Page, slots: Sequence[int], write_id: int, expires: int) -> None:
         """Note that the page's time is over at `expires`. Only noted: `flush_records` writes it."""

@@ -104,11 +104,8 @@ class DiskSpace:
         try:
             check_contents(files, path)
             self.secret = kept_secret(files, path)
-            while (
-                tree_bytes(files, path) + _FIXED_BYTES > limit_bytes
-                and not _is_namespace(files, self._home)
-                and self._delete_stale()
-            ):
+            known = _is_namespace(files, self._home)
+            while not known and tree_bytes(files, path) + _FIXED_BYTES > limit_bytes and self._delete_stale():
                 pass
             files.claim_directory(self._home)
             if in_memory(files.lstat(path).st_dev):
@@ -124,9 +121,8 @@ class DiskSpace:
                     fix=f"Set kv.disk_bytes to more than {least}, or remove other files from there.",
                 )
             self.allocated = self._trim_slabs()
-            while (
-                limit_bytes - self._count_other_bytes() < self._space.bytes_of(self.allocated) and self._delete_stale()
-            ):
+            own = self._space.bytes_of(self.allocated)
+            while limit_bytes - self._count_other_bytes() < own and self._delete_stale():
                 pass
             count = div_ceil(self.allocated, self.slab_slots)
             for number in range(count):

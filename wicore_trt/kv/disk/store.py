@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
+from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, NotOursError
 from wicore_trt.kv.disk.format import BLOCK_BYTES, GROUP_BYTES, CorruptSlotError, Namespace, SlotFormat
 from wicore_trt.kv.disk.index import SlotIndex
@@ -52,7 +52,7 @@ class DiskStore:
     done `timeout_s` after it was submitted is reported as TIMEOUT. `native`: in threads of the native library, where
     that can be (`NativeMover.start_threads`).
 
-    ConfigError for numbers that mean nothing; EnvironmentUnfitError when another process or user has the directory, the
+    EnvironmentUnfitError when another process or user has the directory, the
     limit is too small for one slot, or the file system refuses."""
 
     def __init__(  # noqa: PLR0913
@@ -71,12 +71,8 @@ class DiskStore:
         slab_bytes: int = SLAB_BYTES,
         native: bool = True,
     ) -> None:
-        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
-            raise ConfigError(f"Slots of {slot_bytes} bytes.", fix=f"Give a multiple of {BLOCK_BYTES}.")
-        if threads < 1 or queue_limit < 1 or not timeout_s > 0:
-            raise ConfigError("The disk tier needs at least one thread, a queue and a timeout above zero.")
-        if not namespace.groups or any(len(group.encode()) > GROUP_BYTES for group in namespace.groups):
-            raise ConfigError(f"Layer groups need names of at most {GROUP_BYTES} bytes.")
+        assert slot_bytes > 0 and slot_bytes % BLOCK_BYTES == 0 and threads > 0 and queue_limit > 0 and timeout_s > 0
+        assert all(len(group.encode()) <= GROUP_BYTES for group in namespace.groups)
         self._files = files or Files()
         self._format = SlotFormat(namespace, cipher)
         try:
@@ -331,22 +327,3 @@ class DiskStore:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("disk tier: %s failed: %s (more of the same are not logged)", what, error)
-
-
-def open_store(
-    path: str,
-    namespace: Namespace,
-    slot_bytes: int,
-    *,
-    limit_bytes: int,
-    free_bytes: int,
-    key_file: str | None,
-    files: Files | None = None,
-) -> DiskStore:
-    """The store of a tier, as settings have it: encrypted where there is a `key_file`. Raises what DiskStore raises,
-    and ConfigError for a key file that is none."""
-    return DiskStore(
-        Path(path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=limit_bytes, free_bytes=free_bytes,
-        threads=DISK_THREADS, queue_limit=QUEUE_LIMIT, timeout_s=DISK_TIMEOUT_S,
-        cipher=PageCipher(load_key_file(key_file)) if key_file is not None else None, files=files,
-    )  # fmt: skip

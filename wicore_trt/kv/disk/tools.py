@@ -386,14 +386,12 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
                 stored: StoredNamespace | None = StoredNamespace(home, files)
             except (ValueError, OSError, EOFError):
                 stored = None  # damaged: it can be deleted, but holds no pages that a server would find
-            slot_bytes = stored.slot_bytes if stored is not None else 0
-            for found in (
-                (stored.find_pages(sealed=False), stored.find_pages(sealed=True)) if stored is not None else ()
-            ):
-                for page, slots in found:
+            for sealed in (False, True) if stored is not None else ():
+                assert stored is not None
+                for page, slots in stored.find_pages(sealed=sealed):
                     if tenant is None or page.tenant == tenant:
                         report.pages += 1
-                        report.bytes += len(slots) * slot_bytes
+                        report.bytes += len(slots) * stored.slot_bytes
             if tenant is None:
                 report.slots += stored.allocated_slots if stored is not None else 0
                 report.namespaces.append(home.name)

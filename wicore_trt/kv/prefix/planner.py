@@ -279,39 +279,31 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
     return NextMove("compute", max(left, choice.slice_tokens))
 
 
+@dataclass(slots=True)
 class _Load:
-    """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the choice's start."""
+    """Times of loading one candidate from any page boundary on. Boundaries are numbered from 0, the choice's start;
+    `sums[tier][i]` counts the first i pages that are in a tier."""
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        start: int,
-        sums: dict[str, list[int]],
-        compute: ComputeRate,
-        tiers: Mapping[str, TierRate],
-    ) -> None:
-        self.candidate = candidate
-        self._start = start
-        self._first = start - start % candidate.page_tokens
-        self._pages = (candidate.tokens - self._first) // candidate.page_tokens
-        self._sums = sums
-        self._compute = compute
-        self._tiers = tiers
+    candidate: Candidate
+    start: int
+    sums: dict[str, list[int]]
+    compute: ComputeRate
+    tiers: Mapping[str, TierRate]
 
     def load_seconds(self, begin: int) -> float:
         """Estimate the seconds until the windows and pages from token `begin` to the end are on the device."""
         host, reading, disk = (self._bytes_from(tier, begin) for tier in (HOST, READING, DISK))
         read = reading or disk
-        if HOST not in self._tiers or (read and DISK not in self._tiers):
+        if HOST not in self.tiers or (read and DISK not in self.tiers):
             return float("inf") if host or read else 0.0
-        link = self._tiers[HOST]
+        link = self.tiers[HOST]
         seconds = link.read_seconds(host + reading + disk)
         if read:  # pages pass one after the other, so the slower of disk and link counts, and one page more
             last = link.latency_s + self.candidate.page_bytes / link.bytes_per_s
             # of what is asked for, the last to come: it goes from back to front
-            page = (begin - self._first) // self.candidate.page_tokens
-            behind = self._sums[READING][page] * self.candidate.page_bytes
-            seconds = max(seconds, self._tiers[DISK].read_seconds(disk - behind, queued=bool(reading)) + last)
+            page = self._find_page(begin)
+            behind = self.sums[READING][page] * self.candidate.page_bytes
+            seconds = max(seconds, self.tiers[DISK].read_seconds(disk - behind, queued=bool(reading)) + last)
         return seconds
 
     def reads_disk(self, begin: int) -> bool:
@@ -319,15 +311,15 @@ class _Load:
 
     def _bytes_from(self, tier: str, begin: int) -> int:
         """Count bytes in a tier from token `begin` on, windows included."""
-        page = (begin - self._first) // self.candidate.page_tokens
-        pages = self._sums[tier][self._pages] - self._sums[tier][page]
+        sums = self.sums[tier]
+        pages = sums[self._find_page(self.candidate.tokens)] - sums[self._find_page(begin)]
         return pages * self.candidate.page_bytes + self.candidate.window_bytes.get(tier, 0)
 
     def meeting_token(self, factor: float) -> int:
         """Find the boundary to compute to meanwhile, if loads take `factor` times their estimate (`_find_meeting`)."""
         page = _find_meeting(
             0,
-            self._pages - 1,
+            self._find_page(self.candidate.tokens) - 1,
             lambda page: self.front_seconds(self._boundary_token(page)),
             lambda page: factor * self.load_seconds(self._boundary_token(page)),
         )
@@ -335,7 +327,12 @@ class _Load:
 
     def front_seconds(self, token: int) -> float:
         """Estimate the seconds until all before `token` is computed."""
-        return self._compute.delay_s + self._compute.shared_seconds(self._start, token)
+        return self.compute.delay_s + self.compute.shared_seconds(self.start, token)
+
+    def _find_page(self, token: int) -> int:
+        """Number the boundary at `token`."""
+        return token // self.candidate.page_tokens - self.start // self.candidate.page_tokens
 
     def _boundary_token(self, page: int) -> int:
-        return max(self._start, self._first + page * self.candidate.page_tokens)
+        size = self.candidate.page_tokens
+        return max(self.start, (self.start // size + page) * size)

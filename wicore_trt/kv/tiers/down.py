@@ -142,12 +142,8 @@ class DownTransfers:
             return
         while self.to_save:
             copy = next(iter(self.to_save))
-            if (
-                copy.ready
-                and not copy.saved
-                and index.find_copy(*copy.page.name) is None
-                and not self._begin_save(copy)
-            ):
+            wanted = copy.ready and not copy.saved and index.find_copy(*copy.page.name) is None
+            if wanted and not self._begin_save(copy):
                 return
             del self.to_save[copy]
             if copy.ready:

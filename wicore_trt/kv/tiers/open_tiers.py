@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import ConfigError
+from wicore_trt.kv.disk.cipher import PageCipher, load_key_file
 from wicore_trt.kv.disk.files import Files, aligned_buffer
 from wicore_trt.kv.disk.format import Namespace
-from wicore_trt.kv.disk.store import open_store
+from wicore_trt.kv.disk.store import DISK_THREADS, DISK_TIMEOUT_S, QUEUE_LIMIT, DiskStore
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, coded_geometry
@@ -69,9 +71,11 @@ def open_tiers(
 
     disk = None
     if settings.disk_path is not None:
-        store = open_store(
-            settings.disk_path, namespace, slot_bytes, limit_bytes=settings.disk_bytes,
-            free_bytes=settings.disk_free_bytes, key_file=settings.disk_key_file, files=files,
+        key = settings.disk_key_file
+        store = DiskStore(
+            Path(settings.disk_path), namespace=namespace, slot_bytes=slot_bytes, limit_bytes=settings.disk_bytes,
+            free_bytes=settings.disk_free_bytes, threads=DISK_THREADS, queue_limit=QUEUE_LIMIT,
+            timeout_s=DISK_TIMEOUT_S, cipher=None if key is None else PageCipher(load_key_file(key)), files=files,
         )  # fmt: skip
 
         def erase_copy(copy: TierCopy, cause: str) -> None:
