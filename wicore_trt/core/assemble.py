@@ -36,8 +36,7 @@ from wicore_trt.types import ImageInfo, ModelInfo, SamplingParams
 log = logging.getLogger(__name__)
 
 THEIR_KV = ("device_fraction", "prefix_cache")
-"""Settings of kv that an engine with a KV cache of its own may be given: the share of memory is its own too, and it
-shares nothing between requests anyway."""
+"""Settings of kv that an engine with a KV cache of its own may be given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Makes the KV cache of one engine from settings: pools, policies, tiers, and their connections.
 
-Knows which classes make up the cache, and nothing of models. Invariant: everything that KV values depend on enters the
-names of pages and the namespace on disk.
+Must not know models. Invariant: all that KV values depend on enters the names of pages and the namespace on disk.
 """
 
 from __future__ import annotations

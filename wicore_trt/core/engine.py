@@ -51,8 +51,7 @@ ATTENTION_STEPS = 32
 @dataclass(slots=True)
 class Flight:
     """Started step. `started`: engine clock. `result`: set at once unless the executor runs ahead. `ended`: its
-    sequences that ended before it did. `again`: it failed, and its sequences ran each alone. `late`: it waits for an
-    image's encoding, so its time teaches nothing."""
+    sequences that ended before it did. `again`: its sequences ran each alone. `late`: it waits for an image."""
 
     schedule: StepSchedule
     batch: StepBatch
@@ -235,8 +234,7 @@ class EngineCore(Core):
 
     def _run_again(self, flight: Flight, failure: Exception) -> None:
         """Run the sequences of a failed step each alone, while no other step runs, and fail those that fail alone. The
-        device forgets them first, so that nothing of the failed step counts. Raises `failure` when the first two (or
-        the only one) raise: then no single request is at fault."""
+        device forgets them first. Raises `failure` when the first two (or the only one) raise, too."""
         log.exception("a step failed; its sequences run again, each alone")
         flight.again, flight.result = True, StepResult([])
         flight.schedule.slices = [(s, count) for s, count in flight.schedule.slices if s.finish_reason is None]
@@ -474,7 +472,7 @@ class EngineCore(Core):
         field: str | None = None,
     ) -> TokenOutput:
         """End a live sequence; `last` and `logprobs` are of this step. `doubtful`: its pages may be why it failed;
-        `field`: that of its request which is."""
+        `field`: the field of its request that is."""
         sequence.finish_reason = reason
         matcher = self._matchers.pop(sequence.seq_id, None)
         fault = matcher is not None and error is not None and error == matcher.broken

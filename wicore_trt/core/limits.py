@@ -1,7 +1,6 @@
 """Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
-Times are seconds, stamps of the engine's clock. Must not know requests or queues. Invariant (I16): a refusal
-says when to ask again.
+Times are seconds, stamps of the engine's clock. Invariant (I16): a refusal says when to ask again.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class Hints:
         self._pace_s = 0.0
 
     def retry_s(self, tenant: str, now: float, least_s: float, pace_s: float | None = None) -> float:
-        """Return seconds until a retry, from `least_s` up to about LONGEST_S. `pace_s`: seconds between two places that
-        become free; None for the last known pace."""
+        """Return seconds until a retry, `least_s` to about LONGEST_S. Places become free every `pace_s`, if known."""
         self._pace_s, least_s = pace_s or self._pace_s, min(least_s, LONGEST_S)
         at = max(now + least_s, self._last.get(tenant, 0.0) + self._pace_s)
         if (at - now) * (1 + SPREAD) > LATEST_S:

@@ -330,8 +330,7 @@ class Tally:
 
 
 class TextEngine:
-    """Serves one engine on one event loop: tokenizes, submits, detokenizes, ends sequences at stop strings. Construct
-    and `start` it on that loop; all methods run there."""
+    """Serves one engine on one event loop: tokenizes, submits, detokenizes, ends sequences at stop strings."""
 
     def __init__(
         self,
@@ -510,8 +509,7 @@ class TextEngine:
         return await self.work(tenant, partial(self.tokenizer.decode, ids, skip_special=skip_special))
 
     async def read_tenant_stats(self, tenant: str, part: EnginePort | None = None) -> EngineStats:
-        """Read the counts of one tenant's requests, with the load of one replica or all; counters that belong to no
-        single tenant keep their defaults."""
+        """Read the counts of one tenant's requests, with the load of one replica or all; others keep their defaults."""
         found, tally = await (part or self.engine).stats(tenant), self.find_tally(tenant)
         return replace(
             found,

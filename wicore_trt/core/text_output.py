@@ -24,8 +24,7 @@ class SequenceText:
         self.finished = False
 
     def push_output(self, output: TokenOutput) -> TextOutput | None:
-        """Return the text of a token output, or None after the end. When a stop string sets `finished`, the engine
-        still runs the sequence, and the caller aborts it."""
+        """Return the text of a token output, None after the end. The caller aborts what a stop string `finished`."""
         if self.finished:
             return None
         shown = output.token_ids

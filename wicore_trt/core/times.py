@@ -1,7 +1,6 @@
 """Histograms of request times, which a front fills as it delivers.
 
-Plain numbers; it must not know who reads them. Invariant: an observation costs less than a microsecond, so that every
-output of every sequence can be observed.
+Invariant: an observation costs less than a microsecond, so that every output of every sequence can be observed.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ thread. Two for the tokens of a page, so that what is due does not grow."""
 
 class CopyDown:
     """Copies from `pools` to `tiers`; without tiers it does nothing. `due` are the pages, by group and slot, whose
-    copies have not begun; copies begin beside a step, when the device is busy. `unsaved` are the slots, by group, of
-    published pages that no lower tier was given; `kept` of them, not in `unsaved`, are made by requests whose pages
-    stay on the device, and used by no other."""
+    copies begin beside a step. `unsaved` are the slots, by group, of published pages that no lower tier was given.
+    `kept` are the others, only used by requests whose pages stay on the device."""
 
     def __init__(self, pools: Mapping[str, PagePool], tiers: LowerTiers | None, policy: WritePolicy) -> None:
         self.due: dict[tuple[str, int], None] = {}

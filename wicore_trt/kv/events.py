@@ -3,8 +3,8 @@
 The engine thread appends changes and calls `publish_step` between steps; other threads read. It must not know the
 readers, and no reader can hold up the engine. Invariants: a feed's sequence numbers start at 1 and have no gaps. A
 snapshot plus all events after its `sequence` is exactly the pages that the tiers hold. Of a step's events those of
-pages that came are first, parents before children; none names a page that came and left. A tenant's feed is what it
-would be if nobody else used the server, evictions apart.
+pages that came are first, parents before children; none names a page that came and left. Evictions apart, a tenant's
+feed tells nothing of others.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class EventFeed:
         self._listeners: list[Callable[[], None]] = []
 
     def list_since(self, sequence: int) -> list[Event] | None:
-        """List events after number `sequence`, oldest first. None when some were dropped, or `sequence` is beyond the
-        newest (of another epoch): take a snapshot."""
+        """List events after `sequence`, oldest first; None (take a snapshot) if some were dropped or it is unknown."""
         with self._changed:
             if not self.sequence - len(self._events) <= sequence <= self.sequence:
                 return None
@@ -180,7 +179,7 @@ class EventFeed:
 class KVEventLog(EventFeed):
     """Log: the feed of all pages, for the operator, to which the engine reports. `append_*` and `publish_step` belong
     to the engine thread, the rest to any. If set, `snapshot_source` gives the first `publish_step` all pages of all
-    tiers, as an earlier process may have left some on disk."""
+    tiers, also those that were on disk."""
 
     def __init__(self, limit: int = MAX_EVENT_LOG_PAGES) -> None:
         super().__init__(limit)
@@ -234,8 +233,7 @@ class KVEventLog(EventFeed):
             del changes[key]  # it came and left, or left and came again
 
     def _share_by_tenant(self, pending: _Changes) -> dict[bytes, _Changes]:
-        """Split a step's changes among the tenants that have a feed. Each share is cut by itself: an order or cuts of
-        all tenants' changes would reveal others."""
+        """Split a step's changes among the tenants that have a feed, as cuts of all changes would reveal others."""
         shares: dict[bytes, _Changes] = {}
         for place, changes in pending.items():
             held = self._pages.get(place, {})

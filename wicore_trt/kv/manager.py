@@ -235,8 +235,8 @@ class KVCacheManager:
         return self.extend_tables([(pages, need)], spare)
 
     def extend_tables(self, wanted: Sequence[tuple[SequencePages, Mapping[str, int]]], spare: int = 0) -> bool:
-        """Extend the tables of several sequences to so many pages of each group. False, and no change, unless all fit
-        and leave `spare` available slots."""
+        """Extend several sequences' tables to so many pages by group. False, changing nothing, unless all and `spare`
+        fit."""
         need: dict[str, int] = {}
         for group in self.pools:
             for pages, counts in wanted:
@@ -254,8 +254,7 @@ class KVCacheManager:
 
     def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
         """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`
-        logits vouch for all pages that it read. Raises UnwrittenPageError if positions before `begin` were never
-        written."""
+        logits vouch for all pages that it read. Raises UnwrittenPageError."""
         size, tables, full = self.page_tokens, pages.tables, end // self.page_tokens
         index, start, left = begin // size, begin % size, end - begin
         while left > 0:
@@ -400,8 +399,7 @@ class KVCacheManager:
                 self.tiers.condemn_page(key, "failed")
 
     def end_request(self, pages: SequencePages, prompt_tokens: int, found_tokens: int) -> None:
-        """Note that a request ended, its pages still held: the next one of its conversation starts there. The first
-        `found_tokens` of its prompt had been cached."""
+        """Note that a request ended, its pages still held: the next starts there. `found_tokens` had been cached."""
         indexes = [] if self.tiers is None else list(self.tiers.indexes.values())
         keys, found = pages.keys[: pages.published], found_tokens // self.page_tokens
         self.retention.end_request(keys, pages.hints, pages.names.scope, indexes, found=found)

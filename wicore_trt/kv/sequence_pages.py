@@ -52,8 +52,7 @@ class SequencePages:
     - `known`: identities, by group and index, that a tier has of pages being loaded
     - `published` pages are findable; the first `trusted` of them were read by a step of this sequence with finite
       logits, and the first `attached` were on the device when it came
-    - `resume_points`: page counts whose local windows stay cached when they slide out; `left`: slots of such pages, by
-      index, that slid out before they were trusted
+    - `resume_points`: page counts whose local windows stay cached when they slide out; `left`: untrusted slots
     - `failures`: the manager's count of failed steps when this sequence's pages were last known to be good
     - `load` brings the prefix up from lower tiers; `prefetch` brings it from disk to host memory while the sequence
       waits; `parked` keeps the pages of a preempted sequence"""
@@ -134,9 +133,8 @@ def bar_pages(content: Iterable[ContentSpan], page_tokens: int) -> frozenset[int
 
 
 class Windows:
-    """Windows of local pages that a later request may want: one before each point where it may start. A point is a
-    number of pages. `first_visible(n)` is the first page that a request sees which starts behind `n` pages; a long
-    prompt keeps a window every `checkpoint` pages."""
+    """Windows of local pages that later requests may want, before the points where they start. A request that starts
+    behind `n` pages sees them from `first_visible(n)` on; a long prompt keeps a window every `checkpoint` pages."""
 
     def __init__(self, first_visible: Callable[[int], int], checkpoint: int) -> None:
         self._first_visible, self._checkpoint = first_visible, checkpoint

@@ -99,8 +99,8 @@ class Geometry:
         return Space(self.slot_bytes, max(1, slab_bytes // (BLOCK_BYTES + self.slot_bytes)), self.page_tokens)
 
     def device_bytes(self, sessions: int, tokens: int, max_batch_tokens: int, *, loads: bool = False) -> int:
-        """Budget from which `runtime.pool_sizes` makes memory for `sessions` sequences of `tokens` tokens, when
-        scheduler.max_sequences is `sessions`; `loads` as there."""
+        """Budget with which `runtime.pool_sizes` has room for `sessions` sequences of `tokens` tokens; `loads` as
+        there."""
         pages = self._device_pages(sessions, tokens, max_batch_tokens, loads)
         apart = sum(pages[group] * size for group, size in self.page_bytes.items())
         least = self._least_slabs(tokens, max_batch_tokens, loads)

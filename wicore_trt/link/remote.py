@@ -26,8 +26,7 @@ ENDED = "its process ended"
 
 
 class RemoteEngine(EnginePort):
-    """Engine of another process, one at a time. Construct it on the event loop, where `changed` is called when the
-    engine comes (`dead` is then None) and when it has ended."""
+    """Engine of another process, one at a time. `changed` is called on the event loop when one comes or ends."""
 
     dead: str | None = STARTING
 

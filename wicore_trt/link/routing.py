@@ -21,8 +21,7 @@ USUAL_BLOCK = 32
 
 
 def weigh_load(sequences: int, places: int, tokens: int) -> int:
-    """Weigh a replica's load in tokens to compute: `tokens` of prompts without an output yet, and `sequences` that have
-    not ended; `places` of them run at a time."""
+    """Weigh a replica's load in tokens to compute: `tokens` of prompts without output, and `sequences` in `places`."""
     return tokens + RUNNING_TOKENS * sequences + WAITING_TOKENS * max(0, sequences - places)
 
 

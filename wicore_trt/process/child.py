@@ -45,8 +45,7 @@ after a pause of 1 s, 2 s, 4 s and so on, at most MAX_PAUSE_S."""
 
 class Control:
     """End of the socket pair between supervisor and child. Where its socket does not block, `send` never waits:
-    messages are queued on the event loop until the other side takes them. A child that leaves more than `most`
-    messages is cut off, which ends it."""
+    messages are queued on the event loop. A child that leaves more than `most` is cut off, which ends it."""
 
     def __init__(self, sock: socket.socket, most: int | None = None) -> None:
         self.sock, self._most = sock, most

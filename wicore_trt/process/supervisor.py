@@ -3,8 +3,8 @@
 It must not know messages, models or devices, and imports nothing that could crash it but the operators' listener.
 Invariants: engines and front run or are being started; no hanging process blocks the supervisor. A stuck engine
 (server.watchdog_s) is ended, its stacks logged, and so is a silent front. Both have opened the same build of the engine
-directory; no process outlives the supervisor; a second signal ends everything at once. Every process can apply the
-settings that `check_reload` returns without failing.
+directory; no process outlives the supervisor; a second signal ends everything at once; processes can apply what
+`check_reload` returns.
 """
 
 from __future__ import annotations
@@ -321,8 +321,8 @@ class Supervisor:
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
     def reload_settings(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Apply the settings as written now, where they can change. Return the keys that changed, and those that need
-        a restart. Raises ConfigError, and changes nothing."""
+        """Apply the settings as written now; return the keys that changed, and that need a restart. Raises
+        ConfigError."""
         try:
             loaded, changed, restart = check_reload(self._loaded, self._reread)
             if self._admin is not None:

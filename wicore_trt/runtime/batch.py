@@ -1,7 +1,6 @@
 """Batches for executors and their results: plain data, no torch.
 
-Invariant: a batch says everything about a step. An executor keeps per sequence only token counts for penalties, from
-the first slice of a `seq_id` until `Executor.release`.
+Invariant: a batch says everything about a step; an executor keeps only token counts for penalties until `release`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes 
     - `suppress_eos`: min_tokens is not reached, so eos and `stop_ids` must not be chosen.
     - `mask`: a constraint's bit for each token that may be sampled, lowest first. A text is the reason why there is no
       mask, and fails this sequence alone. With `mask`, `suppress_eos` is unset.
-    - `targets`: prompt tokens that follow the slice's first tokens. Their log-probabilities are reported with
-      `params.prompt_logprobs` alternatives each.
+    - `targets`: prompt tokens behind the slice's first ones, to be scored with `params.prompt_logprobs` others
     - `images`: (first, count, slot) of whole images in the slice: tokens [first, first + count) see one another, and
       have the features in that slot of `Executor.images` in place of embeddings."""
 

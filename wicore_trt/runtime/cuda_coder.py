@@ -1,7 +1,7 @@
 """Codes KV pages on a GPU for the page copier, by the kernels of `plugins.kernels.page_code`.
 
-Must not know slots or tiers. Invariant: work runs in the order of its lane, so that a batch finds in the staging what
-its own call put there, as long as nobody else uses that.
+Must not know slots or tiers. Invariant: work runs in the order of its lane, so a batch finds its own codes in the
+staging.
 """
 
 from __future__ import annotations

@@ -37,10 +37,9 @@ def create_memory(ranks: int) -> int:
 
 
 class RankExchange:
-    """End of `rank` of an exchange of `ranks`. All ranks call the same methods with rows of the same shapes, in the
-    same order. `memory` is the descriptor that `create_memory` returned, `peers` a connected stream socket to each
-    other rank, and `is_alive(rank)` tells whether a rank is worth waiting for. Two buffers take turns: a rank writes
-    one again only after every rank has left it."""
+    """End of `rank` of an exchange of `ranks`. All ranks call the same methods with rows of the same shapes, in one
+    order. `memory` is of `create_memory`, `peers` a connected stream socket to each other rank, and `is_alive(rank)`
+    tells whether to wait for it. Two buffers take turns: a rank writes one again after every rank has left it."""
 
     def __init__(
         self,

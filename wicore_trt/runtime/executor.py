@@ -22,8 +22,8 @@ class KVLayout:
     """Geometry of the paged KV cache. A page holds K and V of all layers of one group for `page_tokens` tokens,
     contiguous: [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
     `num_pages[group]` is the pool's size. With `slab_pages` both pools share one memory, and `num_pages` is what each
-    could have alone. A slab of `slab_pages[group]` pages holds pages of one group at a time (`kv/slabs.py`), and slot n
-    of a group begins n page sizes behind the common base."""
+    could have alone. A slab holds `slab_pages[group]` pages of one group at a time; slot n lies n page sizes behind the
+    base."""
 
     page_tokens: int
     kv_dtype: str
@@ -132,7 +132,7 @@ class ImageEncoder(Protocol):
     part_s: float
 
     def begin(self, slot: int, pixels: Bytes, /) -> int:
-        """Begin to encode uint8 [size, size, 3] into a slot; return a number for `is_finite` at once. Parts that the
+        """Begin to encode uint8 [size, size, 3] into a slot, return a number for `is_finite` at once. Parts that the
         image before has not run are left out."""
         ...
 
@@ -207,8 +207,8 @@ class AheadExecutor(Executor, Protocol):
 
 
 class RequestExecutor(Protocol):
-    """Engine that schedules by itself: sequences of requests in, their tokens out as they come. At most `max_sequences`
-    may run. All calls but `check` come from one thread."""
+    """Engine that schedules by itself: sequences of requests in, their tokens out. At most `max_sequences` run. All
+    calls but `check` come from one thread."""
 
     spec: Gemma3Spec
     kernels: str

@@ -468,8 +468,7 @@ class _Batch:
 
 class _Way:
     """Copies of one direction: the lane, that of the work `behind` its copies, the thread `starter` that puts batches
-    on both, and `rooms` of the staging, in which coded ones take turns. A thread waits for the `started` ones in order,
-    each with its digests if any, and reports them."""
+    on both, and `rooms` of the staging, for coded ones in turn. A thread reports the `started` ones in order."""
 
     def __init__(
         self,

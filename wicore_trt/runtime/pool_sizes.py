@@ -23,8 +23,7 @@ class SharedPages:
 
 
 def pages_per_sequence(spec: Gemma3Spec, group: str, page_tokens: int, tokens: int) -> int:
-    """Count pages of `group` that a sequence of `tokens` tokens holds between two steps. A window that is not aligned
-    to pages touches one page more than it fills."""
+    """Count pages of `group` that a sequence holds between two steps. A window touches one page more than it fills."""
     pages, window = div_ceil(tokens, page_tokens), spec.layer_group(group).window
     return min(pages, div_ceil(window, page_tokens) + 1) if window else pages
 

@@ -33,8 +33,7 @@ def layout_of(
     kv_bytes: int | None = None,
 ) -> KVLayout:
     """Plan pools of `settings.kv_pages`, else one memory of `kv_bytes` (default `settings.kv_bytes`) for all layer
-    groups. Memory too small to be shared is split into a pool for each group. Raises ConfigError where it does not hold
-    one sequence of `max_context` tokens."""
+    groups. Too small memory is split between the groups. Raises ConfigError if no sequence of `max_context` fits."""
     if kv_bytes is None:
         kv_bytes = DEFAULT_KV_BYTES if settings.kv_bytes is None else settings.kv_bytes
     pages, slab_pages = settings.kv_pages, None
@@ -58,8 +57,7 @@ def new_pools(
     spec: Gemma3Spec, layout: KVLayout, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Make for each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], filled with NaN. So reading
-    an unwritten slot fails the sequence instead of making text. With `layout.slab_pages` the pools are views of one
-    memory. `empty(shape, dtype)` allocates."""
+    an unwritten slot fails the sequence. With `layout.slab_pages` the pools are views of one memory."""
     dtype = TORCH_DTYPES[layout.kv_dtype]
     groups = {name: spec.layer_group(name) for name in layout.num_pages}
     shapes = {

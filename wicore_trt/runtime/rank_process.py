@@ -1,7 +1,6 @@
 """The process of one rank but the first: does what rank 0 says, in order, until rank 0 ends.
 
-It must not know requests. Invariants: it ends when rank 0 does, however that ends; an error ends it, and with it the
-group, so that ranks never go on at different places.
+It must not know requests. Invariants: it ends when rank 0 does, however; an error ends it, and with it the group.
 """
 
 from __future__ import annotations

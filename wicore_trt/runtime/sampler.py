@@ -36,8 +36,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
         """Sample from `logits` (float32 [R, V], any device, unchanged); `slices[r]` is the slice of row r. A row with
         NaN or +inf, or without any finite logit, is reported in `failed`; -inf entries are masked tokens. `logits` as
-        given decide that, so bias, penalties and stop tokens cannot make a row fail. A constraint can: its mask cannot
-        be made, or leaves no finite logit."""
+        given decide that, so bias, penalties and stop tokens fail no row. A constraint can, if its mask leaves none."""
         assert logits.ndim == 2 and logits.dtype == torch.float32 and len(slices) == logits.shape[0]
         best, raw_peaks = _find_best(logits)
         finite, failed = np.isfinite(raw_peaks), dict[int, str]()  # by row
@@ -71,8 +70,8 @@ class Sampler:
         )
 
     def step(self, logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> StepResult:
-        """Score the targets of a step's slices and sample those that ask for it. `logits` float32 [R, V] are those of
-        `StepInputs.sample_rows`, in their order."""
+        """Score the targets of slices and sample those that ask for it; `logits` float32 [R, V] of
+        `StepInputs.sample_rows`."""
         if not any(piece.targets for piece in slices):
             sampling = [piece for piece in slices if piece.sample]
             return self.sample(logits, sampling) if sampling else StepResult([])
@@ -198,8 +197,7 @@ def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
-    """Apply the repetition penalty of CTRL (arXiv:1909.05858), then OpenAI's presence and frequency penalties. Finite
-    logits stay finite, clamped to float32's range."""
+    """Apply CTRL's repetition penalty (arXiv:1909.05858), then OpenAI's presence and frequency penalties."""
     host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
     known = host_tokens < row.shape[0]
     tokens = torch.from_numpy(host_tokens[known]).to(row.device)

@@ -38,8 +38,7 @@ class StepInputs:
 
     @classmethod
     def from_batch(cls, batch: StepBatch, layout: KVLayout, groups: Sequence[str]) -> StepInputs:
-        """Flatten `batch`; `groups` are the model's layer groups. Cheap enough for every decode step: a constant number
-        of tensor operations and one list copy per slice."""
+        """Flatten `batch` for the model's layer groups `groups`, in a constant number of tensor operations."""
         slices = batch.slices
         counts = [len(s.token_ids) for s in slices]
         lengths = np.array(counts, np.int32)
@@ -81,8 +80,8 @@ class StepInputs:
 
 
 def page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
-    """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages where that is set, else ABSENT.
-    Asserts that those pages are present and in the pool."""
+    """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages, which must be in the pool, else
+    ABSENT."""
     lengths = np.array([len(table) for table in tables])
     if (lengths != used).any():  # some were reserved ahead
         assert (lengths >= used).all(), "a sequence lacks pages"

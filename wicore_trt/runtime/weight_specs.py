@@ -30,7 +30,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """Weight, norm or scale as kernels take it, made of the tensors `parts` of the rank's file. `combine` "rows" stacks
-    them on dim 0, "max" takes the elementwise maximum. `shape` of a "q4_0", "q8_0" or "q6_k" weight: of its bytes
+    them on dim 0, "max" takes the elementwise maximum. A block weight's `shape` is of its bytes
     (`weight_format.LAYOUTS`)."""
 
     name: str
@@ -47,8 +47,7 @@ def rope_name(group: str, part: str) -> str:
 
 def list_weights(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[WeightSpec]:
     """List the weights over `rank_files`, all of which must hold the same shapes. Gate and up are one weight, so that
-    one product computes both. A tied head is a weight of its own, made of the embedding. Raises CheckpointError for
-    files that miss a tensor or differ."""
+    one product computes both. A tied head is a weight made of the embedding. Raises CheckpointError."""
     lists = [find_weights(SafetensorsFile(path).tensors, spec, kv_dtype) for path in rank_files]
     if any(other != lists[0] for other in lists[1:]):
         raise CheckpointError("The ranks of the checkpoint hold tensors of different shapes.")

@@ -1,9 +1,8 @@
 """Order waiting sequences for admission, and estimate how long a newcomer waits among them.
 
 The next tenant holds the fewest places; among equals, it was given the fewest since it began to wait. So a tenant with
-a thousand sequences, preempted ones too, delays another one by one sequence. It must not know pages or running
-sequences. Invariant (I18): a sequence is in the queue once, and holds a place from `pop_next` to `push_sequence`,
-`undo_pops` or `end_place`.
+a thousand sequences, preempted ones too, delays another one by one sequence. Must not know pages. Invariant (I18): a
+sequence is in the queue once, and holds a place from `pop_next` to `push_sequence`, `undo_pops` or `end_place`.
 """
 
 from __future__ import annotations
@@ -193,8 +192,8 @@ class Newcomers:
 class Outlook:
     """Queue as it is between two steps. Times are seconds. `prompts` that run: (tenant, order key, seconds left).
     `queued`: waiting entries by tenant. `share` of the time is the prompts', and a prompt token takes `token_s` of it.
-    `free`: places. A taken one becomes free every `turnover_s`, 0 if unknown. The taken places began at `begun`, first
-    one first, and last about `hold_s`; it is `now`."""
+    `free`: places. A taken one becomes free every `turnover_s`, 0 if unknown. The taken places began at `begun`, in
+    order, and last about `hold_s`."""
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)

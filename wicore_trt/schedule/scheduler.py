@@ -50,8 +50,8 @@ class Scheduler:
     `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
     from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,
     as the device reads its weights anyway. `score_rows` bounds a step's tokens of prompts that want log-probabilities;
-    those take nothing from the cache. `graph_sizes`: see `Executor`. With `images` a sequence stops before one until it
-    is encoded."""
+    those take nothing from the cache. `graph_sizes`: see `Executor`. Sequences stop before images that are not
+    encoded."""
 
     def __init__(
         self,
@@ -465,8 +465,7 @@ class Scheduler:
 
     def _give_pages(self, sequence: Sequence, hit: PrefixHit | None, budget: Budget) -> int | None:
         """Give a waiting sequence its cached prefix and pages, or a parked one (`hit` is None) those it had. Return the
-        tokens to compute in this step. None, and no change, without room for it and one more page of each running
-        sequence: it would be preempted at once."""
+        tokens to compute in this step. None, and no change, without room for it and a page of each running one."""
         pages, total, running = sequence.pages, len(sequence.tokens), len(self.running)
         if hit is None:
             assert self.loader is not None and pages.parked is not None

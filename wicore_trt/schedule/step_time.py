@@ -62,8 +62,7 @@ class StepTime:
     costs its sampling (a) and reads its context (b a key); prompt tokens attend to the keys before them (d a pair).
 
     `target_s` bounds a step that decodes, prompts included. None means FLUENT_S or, if more, STRETCH times the step's
-    time without prompts; and no bound while no token is `awaited`, as larger steps get more done. `share` of the steps
-    with prompts was the prompts' time."""
+    time without prompts; and no bound while no token is `awaited`. `share` of such steps was the prompts' time."""
 
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
@@ -96,8 +95,7 @@ class StepTime:
         return self.target_s or max(FLUENT_S, STRETCH * self.step_s(decoding))
 
     def _fit_terms(self, load: StepLoad) -> tuple[float, ...]:
-        """Return the terms of the coefficients. Weights and arithmetic, which hide each other, share the hypotenuse in
-        proportion to their squares, by which they also learn."""
+        """Return the terms of the coefficients. Weights and arithmetic share the hypotenuse by their squares."""
         weights, _, _, token, _ = self._fit.p
         computed = load.rows + load.tokens
         work = computed * token
@@ -108,8 +106,8 @@ class StepTime:
 class Budget:
     """Budget of a step: `tokens` it may still compute. Prompts may take all until `set_time` limits their time.
     Invariants: the tokens given never exceed those there were. Prompts get no more than the step's time allows, but at
-    least `least` tokens in all, so that they advance however slow the step is, and one image whole. `room`: tokens that
-    the executor still takes."""
+    least `least` tokens in all, however slow it is, and one image whole. `room`: tokens that the executor still
+    takes."""
 
     __slots__ = (
         "_ends", "_least", "_limit_s", "_load", "_rest", "_sizes", "_slice", "_stretched", "_time", "room", "tokens",

@@ -2,8 +2,8 @@
 
 Must not know what a call does. Invariants (I19): nothing of a call is read before its key is known to be good; a silent
 stream ends; a call of our service ends with OK, with a status made from a WicoreError, or by the client. No text of an
-unexpected exception reaches the client, and a status stays within the metadata limits of gRPC clients (8 KiB by
-default). A finished call writes one access line.
+unexpected exception reaches the client, and a status fits clients' metadata (8 KiB). A finished call writes one access
+line.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MAX_CHECKS = MAX_WATCHES = 1024
 """Health checks need no key, so they have places of their own, and those that stay open too."""
 MAX_METADATA_BYTES, ENTRY_BYTES = 16 << 10, 32
-"""Metadata of a call, counted as HTTP/2 does. gRPC holds clients to this number once they have acknowledged its
-settings, and takes 16 MiB from one that does not."""
+"""Metadata of a call, counted as HTTP/2 does. gRPC takes 16 MiB from clients that do not acknowledge its settings."""
 DOMAIN = "wicore"
 DETAILS = "grpc-status-details-bin"
 """Metadata in which clients of all languages look for the google.rpc.Status."""

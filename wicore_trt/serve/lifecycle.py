@@ -84,8 +84,7 @@ class Servers:
 
 
 class ServingProcess(ABC):
-    """Serves an engine that loads, may end, and come again; subclasses find it, report, and set `changed` whenever
-    the engine came or ended, and after they set `stopping`."""
+    """Serves an engine that may end and come again; subclasses find it, and set `changed` when it came or ended."""
 
     def __init__(self, settings: ServerSettings, max_context: int | None = None) -> None:
         """`max_context` is the engine's; the largest message follows from it unless it is set."""

@@ -87,9 +87,8 @@ class InferenceService(EntryState, inference_pb2_grpc.InferenceServiceServicer):
         reply: CallReply,
         messages: Callable[[TextOutput, float | None, float], Iterable[Message]],
     ) -> set[FinishReason]:
-        """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes the
-        messages of an output, the seconds to its sequence's first token, and the seconds to now. While a write waits
-        for its reader, the engine merges later outputs."""
+        """Run a request and write its outputs; return the reasons for which its sequences ended. `messages` makes those
+        of an output, the seconds to its sequence's first token, and to now. While a write waits, outputs merge."""
         first_token_s: dict[int, float] = {}
         generation = await GenerationCall.submit_requests(self, call, [request])
         async with aclosing(generation):

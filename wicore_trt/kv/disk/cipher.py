@@ -117,8 +117,8 @@ def _bind_part(page: Page, part: int, parts: int, write_id: int, header: bytes) 
 
 
 def load_key_file(path: str | os.PathLike[str]) -> bytes:
-    """The master key in a file: 32 raw bytes, or 64 hexadecimal digits. ConfigError when the file cannot be read, holds
-    something else, or when others than its owner may use it."""
+    """Read a master key: 32 raw bytes, or 64 hexadecimal digits. Raises ConfigError, also if others may use the
+    file."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -49,8 +49,7 @@ def root_directory(files: Files, path: Path) -> Path:
 
 def check_contents(files: Files, path: Path) -> None:
     """Raise NotOursError when anything under a directory has a name of ours and is not what we put there: links, pipes,
-    devices, sockets, files of other users or with a second name, and what others may write. Other names are theirs to
-    use; they are counted and left alone."""
+    devices, files of others or with a second name, and what others may write. Other names are left alone."""
     for name in files.listdir(path):
         if name in (LOCK, SECRET, f"{SECRET}.new"):
             check_owned(path / name, files.lstat(path / name), files.owner)

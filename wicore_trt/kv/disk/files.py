@@ -182,8 +182,7 @@ def move_buffers(call: Callable[..., int], fd: int, buffers: Sequence[memoryview
 
 
 def read_file(files: Files, path: Path, limit: int) -> bytes:
-    """Read a file of ours, cut at `limit` bytes. OSError when it cannot be opened or read, or is not ours;
-    EOFError when it became shorter meanwhile."""
+    """Read a file of ours, cut at `limit` bytes. OSError if that fails or it is not ours; EOFError if it shrank."""
     with files.hold_open(path, os.O_RDONLY) as fd:
         buffer = memoryview(bytearray(min(files.fstat(fd).st_size, limit)))
         move_buffers(files.preadv, fd, [buffer], 0)

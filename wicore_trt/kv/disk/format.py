@@ -142,8 +142,7 @@ class SlotFormat:
     def open(
         self, block: memoryview, page: Page, part: int, parts: int, slot: int, write_id: int, payload: memoryview
     ) -> None:
-        """Check `block` and `payload` against what was asked for, and decrypt the payload in place. CorruptSlotError
-        for any difference; the payload then means nothing."""
+        """Check `block` and `payload`, which is decrypted in place. Raises CorruptSlotError."""
         head = bytes(block[:_HEADER_CHECK_AT])
         if block[_HEADER_CHECK_AT:] != blake2b(head, digest_size=CHECK_BYTES).digest():
             raise CorruptSlotError("header checksum")

@@ -26,8 +26,7 @@ from wicore_trt.kv.pages.page import Page
 
 CHORE_WAIT_S = 1.0
 AHEAD, URGENT_AHEAD = 8, 16
-"""Operations for each thread elsewhere that may have begun, so that none of them waits for threads here; and pages of
-operations that have, when no more urgent ones begin."""
+"""Operations that may have begun for each thread elsewhere, and pages above which no urgent one begins."""
 RATE_PIECE_BYTES, RATE_PIECES = 4 << 20, 16
 _log = logging.getLogger(__name__)
 
@@ -127,13 +126,12 @@ class DiskOperation:
 
 class IoPool:
     """`threads` daemon threads. Urgent operations go first; each kind waits in a queue of `queue_limit` pages. One that
-    is not urgent is late only when it was begun `timeout_s` ago, or when none was done for so long: behind urgent ones
-    it may wait for longer while the disk works.
+    is not urgent is late only when begun `timeout_s` ago, or when none was done for so long.
 
-    `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs
-    in the last thread that leaves. `elsewhere`: `threads` elsewhere run the operations, and one here begins those that
-    are not urgent. Urgent ones are begun by who submits them, or when others end by who calls `begin_urgent`: threads
-    of the interpreter take turns, which costs more than to begin."""
+    `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs in
+    the last thread that leaves. `elsewhere`: `threads` elsewhere run the operations, and one here begins those that are
+    not urgent. Urgent ones are begun by who submits them, or when others end by who calls `begin_urgent`: threads of
+    the interpreter take turns, which costs more than to begin."""
 
     def __init__(
         self,

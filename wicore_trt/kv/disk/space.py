@@ -146,8 +146,7 @@ class DiskSpace:
         return self._slabs[slab], place * self.stride
 
     def ensure_slot(self, slot: int, grow_index: Callable[[int], None]) -> bool:
-        """Make `slot` exist. False when neither limit, file system nor free-space floor leave room for it.
-        `grow_index(num_records)` makes room in the index first."""
+        """Make `slot` exist, after its index record by `grow_index(num_records)`. False without room."""
         if slot < self.allocated:
             return True
         with self._growing:
@@ -323,8 +322,7 @@ class Wiper:
             self._pending.update(slots)
 
     def take_slots(self, slots: Sequence[int]) -> set[int]:
-        """New bytes are about to be written over the whole of these slots. Waits while one of them is being
-        overwritten; returns those that were pending."""
+        """Take slots that are to be written whole; return those that were pending. Waits while one is overwritten."""
         with self._changed:
             while self._slot in slots:
                 self._changed.wait()

@@ -48,12 +48,10 @@ class DiskStore:
     """Slots under `path` for pages of one namespace.
 
     `slot_bytes` is a slot's payload, a multiple of 4096. The files never pass `limit_bytes` and leave `free_bytes` on
-    their file system. `threads` run the operations; reads and writes wait in queues of `queue_limit` each; what is not
-    done `timeout_s` after it was submitted is reported as TIMEOUT. `native`: in threads of the native library, where
-    that can be (`NativeMover.start_threads`).
+    their file system. `threads` run the operations, of the native library if `native` (`NativeMover.start_threads`);
+    reads and writes wait in queues of `queue_limit` each; TIMEOUT comes after `timeout_s`.
 
-    EnvironmentUnfitError when another process or user has the directory, the
-    limit is too small for one slot, or the file system refuses."""
+    EnvironmentUnfitError when another has the directory, the limit holds no slot, or the file system refuses."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -199,9 +197,8 @@ class DiskStore:
 
     def read_pages(self, moves: Sequence[PageMove], done: Callable[[Outcome], None]) -> bool:
         """Read pages' parts into their buffers, with digests of one kind. As `write_page`, but `done` hears OK when it
-        is over, and each move has its outcome: CORRUPT when the slots hold anything else, and only after OK do the
-        buffers mean something. The probe looks at them before they are checked, as a bit could flip between; at
-        encrypted ones behind."""
+        is over, and each move has its outcome: CORRUPT when the slots hold anything else. The probe looks at the
+        buffers before they are checked, as a bit could flip between; at encrypted ones behind."""
         for move in moves:
             self._check_slots(move.slots, move.parts)
         return self._pool.submit_operation(partial(self._run_reads, moves), done, urgent=True, pages=len(moves))

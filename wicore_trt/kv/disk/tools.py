@@ -119,8 +119,7 @@ class PurgeReport:
 
 
 class StoredNamespace:
-    """Namespace directory, opened; its slots past the page cache where that is possible. ValueError when its
-    namespace.json is not that of its name."""
+    """Namespace directory, opened, past the page cache if possible. ValueError if its namespace.json is not its own."""
 
     def __init__(self, home: Path, files: Files) -> None:
         self.home, self._files = home, files
@@ -151,8 +150,7 @@ class StoredNamespace:
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
     def find_pages(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
-        """Find the complete pages in the index, `sealed` or not; at a time `now`, in seconds, those whose time is not
-        over."""
+        """Find the complete pages in the index, `sealed` or not, without those whose time is over at `now`."""
         return FoundPages([self.records], self.namespace, FLAG_SEALED if sealed else 0, now)
 
     def find_fault(self, page: Page, slots: Sequence[int], write_id: int, slot_format: SlotFormat) -> str | None:
@@ -265,8 +263,7 @@ def namespace_homes(path: Path) -> list[Path]:
 
 
 def list_tiers(path: Path) -> list[Path]:
-    """List the directories of disk tiers under what a server was given: those of its replicas, and that one itself
-    where there are none or it is one, too."""
+    """List the directories of disk tiers under what a server was given: its replicas', and itself if it is one."""
     found = sorted(path.glob(REPLICA_HOME.format("[0-9]*")))
     return [home for home in (path, *found) if os.path.lexists(home / LOCK)] or [path]
 
@@ -277,8 +274,7 @@ def add_reports(reports: Sequence[VerifyReport | PurgeReport]) -> Any:
 
 
 def owned_files(path: Path) -> Files:
-    """The system for a look at a server's directory: root takes the files of the directory's owner, others their own.
-    OSError when there is nothing at `path`."""
+    """Make the system for a server's directory: root takes its owner's files, others their own."""
     files = Files()
     if os.geteuid() == 0:
         files.owner = os.stat(path).st_uid
@@ -371,8 +367,7 @@ def _check_namespace(
 def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
     """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
     those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
-    EnvironmentUnfitError when a server holds the directory; NotFoundError when there is no disk tier or no such
-    namespace; OSError when the file system refuses."""
+    EnvironmentUnfitError when a server holds the directory; NotFoundError for no disk tier or namespace."""
     report = PurgeReport()
     with _lock_tier(path) as files:
         homes = namespace_homes(path)

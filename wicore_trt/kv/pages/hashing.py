@@ -1,9 +1,8 @@
 """Keys of KV pages: keyed hash chains over everything that a page's content depends on.
 
 Keys are equal across processes and restarts that share the operator's secret and differ as soon as one input differs.
-Without the secret nobody can compute or check them, even knowing parents and tokens. It must not know pools, tiers or
-policies. Invariant (I1): two pages with one key hold the same KV values and are of one tenant and salt; the layer group
-is named beside the key, never inside it.
+Without the secret nobody can compute or check them, even knowing parents and tokens. Must not know pools, tiers or
+policies. Invariant (I1): pages of one layer group with one key hold the same KV values and are of one tenant and salt.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class TenantNames:
     ) -> list[bytes]:
         """Append to `keys` those of all full pages of `tokens` that it lacks; keys[i] names page i. `marks` are those
         of the whole prompt (`mark_content`). The key of page i hashes the key of page i - 1, the page's token ids and
-        its marks. Returns the tokens of the new pages (`Page.tokens`): nothing from the first marked page on, as
-        matching by tokens would confuse different contents."""
+        its marks. Returns the new `Page.tokens`: nothing from the first marked page on."""
         size, begun = self.page_tokens, len(keys)
         blocks: list[bytes] = []
         marks = marks or {}
@@ -81,8 +79,7 @@ class KeyChain:
 
     def derive_names(self, who: str, salt: str) -> TenantNames:
         """Derive the names for the tenant `who` (as the server knows it) and a request's cache_salt. Where the server
-        knows no tenants (`who` is "") the salt is the tenant: a gateway can separate its customers that way. Tenants of
-        the two kinds never have the same tag or names."""
+        knows no tenants (`who` is "") the salt is the tenant. Tenants of the two kinds never have the same names."""
         fields = _encode_field(who) + _encode_field(salt)
         keyed = partial(blake2b, digest_size=KEY_BYTES, key=self._secret)
         derived = keyed(self._engine + fields, person=b"wicore-kv-names").digest()

@@ -1,9 +1,9 @@
 """Policy `a2cr`: attention x frequency x exponential decay, with a decay rate that adapts to the traffic.
 
-score = attention^a * frequency^b * exp(-rate * age). It must not know tiers or a wall clock: age counts touched pages.
+score = attention^a * frequency^b * exp(-rate * age). Must not know tiers or a clock: age counts touched pages.
 Invariant: a change of the rate is the only event that recomputes keys. With one rate the logarithm is a ln(attention) +
-b ln(frequency) + rate * last - rate * now. The last term is the same for every page, so the order never changes with
-time and a heap of keys computed at the touch is exact.
+b ln(frequency) + rate * last - rate * now, whose last term all pages share: a heap of keys computed at the touch is
+exact.
 """
 
 from __future__ import annotations

@@ -251,8 +251,7 @@ class LRUGuard:
 
 
 class _Trial(ChainPolicy):
-    """Keys that the tier would hold if the learnt order decided. Nodes share the groups of the tier's nodes, so that a
-    page keeps its worth when the tier has forgotten it."""
+    """Keys that the tier would hold if the learnt order decided. Nodes share the groups of the tier's."""
 
     def __init__(self, capacity: int, worth: Callable[[Node], float], residents: Sequence[Node]) -> None:
         super().__init__(capacity, ghosts=ghost_limit(capacity))

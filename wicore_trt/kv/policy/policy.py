@@ -1,8 +1,7 @@
 """Eviction policies: the chain bookkeeping that all of them share, LRU and LFU.
 
-A policy must not know slots, bytes or reference counts: the tier asks it for victims and reports what it then removed.
-One instance serves one tier of one layer group. Invariant (I9): a page is offered as a victim only after every child of
-it in the tier, so that the rest stays reachable.
+Must not know slots, bytes or reference counts: a tier of one layer group asks for victims and reports what it removed.
+Invariant (I9): a page is offered as a victim only after every child of it in the tier.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class Node:
 
 
 class ChainPolicy(ABC):
-    """Chains, ghosts, pins and a heap of the pages that may leave; subclasses score pages. Chains begin with the first
-    page. Only pages without resident children and pins are in the heap. Entries outdated by `version` are dropped when
-    met, so touching costs O(log n). `ghosts` keys of pages outside the tier are remembered. The clock counts touched
-    pages, so the order is the same at any request rate."""
+    """Chains, ghosts, pins and a heap of the pages that may leave; subclasses score pages. Only pages without resident
+    children and pins are in the heap. Entries outdated by `version` are dropped when met, so touching costs O(log n).
+    `ghosts` keys of pages outside are remembered. The clock counts touched pages."""
 
     _clock_per_page = 0  # by how much the clock moves with a page that comes in
 
@@ -108,8 +106,7 @@ class ChainPolicy(ABC):
         """Note that a request that touched this chain has ended, after an answer of so many tokens."""
 
     def add_pages(self, keys: Sequence[Key], parent: Key | None = None) -> None:
-        """Add consecutive pages that came into the tier. `parent`, the page before them, is needed only for keys that
-        no `touch_chain` has shown yet (generated pages)."""
+        """Add consecutive pages that came into the tier, behind `parent` if no `touch_chain` has shown them."""
         above = self._nodes.get(parent) if parent is not None else None
         for key in keys:
             self._clock += self._clock_per_page

@@ -92,8 +92,8 @@ class PrefixLoader:
     def choose_load(
         self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate, *, trials: bool = False
     ) -> LoadChoice | None:
-        """Choose what to load for a prompt of `total` tokens whose device hit is `hit`; None when the lower tiers have
-        nothing. With `trials`, also loads that will hardly pay."""
+        """Choose what to load for a prompt of `total` tokens with a device `hit`, or None. With `trials`, also loads
+        that will hardly pay."""
         candidates = self._find_candidates(pages, total, hit)
         if not candidates:
             return None
@@ -438,8 +438,7 @@ class PrefixLoader:
 def probe_tiers(
     manager: KVCacheManager, tiers: LowerTiers, page_bytes: Mapping[str, int], copied: Callable[[int, float], None]
 ) -> None:
-    """Begin to rate the link by copies into unused slots, and the disk by bringing some of its pages to host memory.
-    For the link, any thread calls `copied(bytes, seconds)`."""
+    """Begin to rate the link by copies into unused slots, told to `copied(bytes, seconds)`, and the disk by reads."""
     group = manager.chain_group
     size, pool, movers = page_bytes[group], manager.pools[group], tiers.movers
     index = tiers.host

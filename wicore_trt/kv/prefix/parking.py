@@ -27,8 +27,8 @@ class Parking:
         self._tiers = tiers
 
     def park_sequence(self, pages: SequencePages, computed: int) -> bool:
-        """Keep the full pages of a sequence to be preempted in host memory. False, and no change, unless there are any,
-        all fit, and they may leave the device."""
+        """Keep the full pages of a sequence to be preempted in host memory. False, and no change, unless any may leave
+        and all fit."""
         manager, size = self._manager, self._manager.page_tokens
         full = pages.find_start(computed // size)
         if not full or manager.first_visible_page(full * size) < pages.first_local:

@@ -1,9 +1,8 @@
 """Planner of compute or load: which part of a prefix to fetch from lower tiers, and which to compute meanwhile.
 
 Pages are loaded from back to front, windows first, while the device computes from the front. Where both meet, the
-sequence jumps to the resume point. Wrong rates move the meeting point and break nothing. It must not know clocks,
-tensors, threads or how rates are measured (`kv/prefix/rates.py`). Invariant (I18): a load delays the first token by at
-most wait_s and one step of others (`decide_move`).
+sequence jumps to the resume point. Wrong rates move the meeting point and break nothing. Must not know clocks or
+threads. Invariant (I18): a load delays the first token by at most wait_s and one step of others (`decide_move`).
 """
 
 from __future__ import annotations
@@ -206,8 +205,7 @@ def aim_meeting(
     load that spares others is awaited while it, or else computing the rest, should end in time.
 
     A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
-    step the meeting point follows what came so far. `choice` is the one that the load began with: idling is in all a
-    slice at most, and never more than its wait_s promised."""
+    step the meeting point follows what came so far. `choice` is the first one, whose wait_s is kept."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:

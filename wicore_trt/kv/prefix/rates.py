@@ -83,8 +83,7 @@ HOPE = 10.0
 STRETCH, STRETCH_S = 64 << 20, 0.05
 """Of reads without a rest so many bytes, or so many seconds, are one observation."""
 KNOWN, KNOWN_MOST = 64 << 20, 256 << 20
-"""Bytes read for requests with which a rate is known. They fade by half each DOUBLING_S, as many at most: after 40 s
-that a disk was not worth reading it may be faster again."""
+"""Bytes read for requests with which a rate is known. They fade by half each DOUBLING_S, as many at most."""
 
 
 _SHIFT, _LIMIT = math.log(SHIFT), math.log(LIMIT)
@@ -175,12 +174,10 @@ class Drag:
 
 
 class TierMeter:
-    """Rate and latency of reads from one tier.
-
-    A tier that became slow is no longer read and would seem slow for ever. So its estimate doubles each DOUBLING_S
-    without reads, up to the best rate seen (or the prior). A tier f times too slow to be worth reading is tried again
-    after DOUBLING_S * log2(f) seconds. The trial costs the request at most the idle time of its choice
-    (`planner.decide_move`), because it computes meanwhile."""
+    """Rate and latency of reads from one tier. A tier that became slow is no longer read and would seem slow for ever.
+    So its estimate doubles each DOUBLING_S without reads, up to the best rate seen (or the prior). A tier f times too
+    slow to be worth reading is tried again after DOUBLING_S * log2(f) seconds. The trial costs at most the idle time of
+    its choice (`planner.decide_move`)."""
 
     def __init__(self, prior: TierRate) -> None:
         self._fit = PositiveSum((max(prior.latency_s, 1e-6), 1.0 / prior.bytes_per_s))
@@ -202,9 +199,8 @@ class TierMeter:
         self._best = max(self._best, 1.0 / self._fit.p[1])
 
     def observe_requested_read(self, count: int, asked: float, seconds: float, *, rests: bool, now: float) -> None:
-        """Learn from a read for a request (no probe), `seconds` from when it was asked for to its end. With `rests`
-        there is nothing more to read. Reads without a rest between them count as one: each waits for those before it,
-        which may be given up, and for writes."""
+        """Learn from a read for a request (no probe), `seconds` from when it was asked for to its end. `rests`: there
+        is nothing more to read. Reads without a rest between them count as one: each waits for those before it."""
         if count <= 0 or not 0 < seconds < math.inf:
             return
         self._known = min(KNOWN_MOST, self._known_bytes(now) + count), now

@@ -2,10 +2,9 @@
 
 The hit of a request is the contiguous prefix found over all tiers. Its pages then enter the first tier, which may
 briefly exceed its capacity, as for a running sequence. Then every tier evicts down to its capacity, the request's own
-pages included. A router knows its workers' caches, as from KV events without delay, and how long each is busy; a
-prompt takes its uncached tokens over a rate, one prompt after another. It moves no data and must not know a clock.
-Invariants: after each request every tier is within its capacity and, in an exclusive hierarchy, a page is in one tier
-only; a request is served once, by one worker.
+pages included. A router knows its workers' caches, as from KV events without delay, and how long each is busy; a prompt
+takes its uncached tokens over a rate, one prompt after another. It moves no data and must not know a clock. Invariants:
+after each request every tier is within its capacity and, in an exclusive hierarchy, a page is in one tier only.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ LEAST_SHARE = 0.3  # of a prompt, that a worker has for affinity to send it ther
 @dataclass(frozen=True, slots=True)
 class KVBytes:
     """Bytes of KV: `per_token` of global layers, `window` of sliding-window layers at one resume point. The defaults
-    are Gemma 3 27B in 16 bit: 10 global and 52 local layers, windows of 1,024 tokens, 8 KiB per token and layer. A page
-    that ends a request's full prompt carries one window."""
+    are Gemma 3 27B in 16 bit: 10 global and 52 local layers, windows of 1,024 tokens. A full prompt's last page carries
+    one window."""
 
     per_token: int = 81_920
     window: int = 436_207_616
@@ -47,8 +46,7 @@ class Fleet:
 @dataclass(slots=True)
 class SimulationReport:
     """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target".
-    `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th percentile of the seconds
-    that prompts waited for others at their worker."""
+    `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th percentile."""
 
     policy: str
     capacity: dict[str, int]

@@ -1,8 +1,8 @@
 """The way down: pages of the device to host memory, and of host memory to disk.
 
-Runs on the engine thread but for what it hands to the movers. It must not know who wants a page. Invariant (I5): a host
-copy is READY only with the checksum of its bytes, and only bytes that still match it are written to disk; no buffer is
-used again while a copy or the disk may touch it.
+Runs on the engine thread but for what it hands to the movers. Invariant (I5): a host copy is READY only with the
+checksum of its bytes, and only bytes that match it are written to disk; no buffer is used again while others may touch
+it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from wicore_trt.runtime.executor import UNFIT
 SAVING_SHARE = 4
 """Writes to disk hold at most one in so many of the host's slots, or what the device stores would find no room."""
 BAD_WRITES, PAUSE_S = 8, 30.0
-"""After this many failed disk writes in a row, write nothing for so many seconds; slots that the file system has no
-space for are tried again after as long."""
+"""After so many failed disk writes in a row none begins for so many seconds; slots without space wait as long."""
 
 
 class DownTransfers:

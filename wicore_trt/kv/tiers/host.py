@@ -1,10 +1,9 @@
 """The host tier's memory, and what moves and checks pages in it for both directions.
 
-The memory is taken from the system and locked piece by piece, in threads beside what serves. The index decides which
-slots a page has; this module cuts memory. It must not know requests, nor decide what moves. Invariants: a slot is
-announced only when its memory is locked, and contents stay as they are; no buffer of a page has a byte of a slot that
-is not the page's; whatever happens on another thread comes back through the mailbox; seconds of traffic are those of
-moving alone, so that bytes / seconds is a rate.
+The memory is taken from the system and locked piece by piece, in threads beside what serves. It must not know requests,
+nor decide what moves. Invariants: a slot is announced only when its memory is locked, and contents stay; no buffer of a
+page has a byte of a slot that is not its own; what happens on another thread comes back through the mailbox; traffic in
+seconds is of moving alone.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""Locked at once: what the engine asks of the device meanwhile may wait for as long as that takes, some milliseconds,
-which a step that was started ahead hides."""
+"""Locked at once: what the engine asks of the device may wait for that, some milliseconds."""
 FIRST_PIECES = 8
 """Locked before anything is served."""
 STEP_BYTES = 4 << 20
@@ -67,11 +65,9 @@ def piece_slots(slot_bytes: int) -> int:
 
 class Backing:
     """Has the system put memory behind a slab, in threads, piece by piece, and lock it: the first touch of fresh memory
-    costs four times a copy, and tens of GiB take long. Contents stay.
-
-    What serves meanwhile must not feel it. Clearing holds the lock of the process's map of memory, so it is done in
-    small steps; locking holds the driver's lock, so one thread does it at a time, and for a small piece. While the
-    engine has work, fewer threads clear, and locking rests in between."""
+    costs four times a copy. Clearing holds the lock of the process's map of memory, so it is done in small steps;
+    locking holds the driver's lock, so one thread does it at a time. While the engine has work, fewer threads clear,
+    and locking rests in between."""
 
     def __init__(self, slab: memoryview, slot_bytes: int, pin: Callable[[memoryview], bool]) -> None:
         """Takes the first pieces at once. `locked`: `pin`, which any thread may call, locked them, so that a slot is of
@@ -276,8 +272,7 @@ class Movers:
     """Copier, checksum thread, mailbox and counts of both directions. `disk` is the index and the store of the disk
     tier, or None. `announce(tier, page)` hears of each page that a tier gained; `checker` is one thread, so that
     checks end in the order in which they begin. Reports go through the mailbox and, sorted by direction, `went_down` or
-    `came_up`. `outstanding` moves go on with a report of another thread; of these
-    the disk let the time limit of `late` pass."""
+    `came_up`. `outstanding` moves go on with a report of another thread; `late` ones passed the disk's limit."""
 
     host: HostTier
     disk: tuple[TierIndex, DiskStore] | None

@@ -166,8 +166,8 @@ class PrefixLoad:
             self._passed = max(self._passed, item.page.index + 1)
 
     def fail_item(self, item: LoadItem) -> None:
-        """Note that a page cannot be had. A global one is computed by the sequence, with all before it; without a
-        local one of the window there is no place to jump to."""
+        """Note that a page cannot be had. A global one is computed by the sequence, with all before it; without a local
+        one of the window there is no place to jump to."""
         self.in_flight -= 1
         self._remove_missing(item.page)
         if item.page.group == LOCAL:

@@ -156,9 +156,8 @@ class Read(Move):
 class Fetch(Move):
     """A page that somebody asked for. It is put into `inbox` when it is HERE or FAILED. While it is HERE the host's
     `copy` is held. `unwanted`: it is released when it gets here; `wrong`: how often its bytes were not the page's.
-    `wanted` says, on any thread, whether it is of use still: a read of the disk that has not begun is left out when it
-    is of use to nobody, and the fetch then FAILED. `crowded`: it FAILED only because the disk's queue or the host was
-    full just then, so that it may be asked for again."""
+    `wanted` says, on any thread, whether it is of use still: a read of use to nobody is left out if it has not begun,
+    and the fetch then FAILED. `crowded`: it FAILED only because the disk's queue or the host was full just then."""
 
     LEGAL: ClassVar[Table] = {
         Stage.WAITING: frozenset({Stage.CHECKING, Stage.HERE, Stage.FAILED}),
@@ -184,8 +183,7 @@ class Fetch(Move):
 
 
 OnVerdict = Callable[[Sequence[int], bool], None]
-"""Hears, on the engine thread, of each of many copies once, by its place among them: whether its bytes were right. If
-not the host has dropped it, and it is not held any more."""
+"""Hears once, on the engine thread, of each copy by its place whether its bytes were right; a wrong one is dropped."""
 
 
 @dataclass(slots=True, eq=False)

@@ -39,8 +39,7 @@ class Retention:
         self.stamped: Callable[[bytes, float | None], None] = lambda key, left: None
 
     def renew_ends(self, keys: Sequence[bytes], hints: CacheHints, scope: bytes) -> None:
-        """A request of this chain was admitted: its keys' times and its session's start anew. A use without a time to
-        live ends those that its keys had."""
+        """Restart the times of a chain's keys and session for a new request, or end them if it has no time to live."""
         now = self.clock()
         for key in keys:
             if key in self._ends:

@@ -159,8 +159,7 @@ class LowerTiers:
             self.poll_all()
 
     def poll_down(self, tokens: int = 0) -> None:
-        """`poll_all` of what went down, while a step of `tokens` runs. Of loads only books and the disk's part go on,
-        so that nothing comes into a page that the step writes."""
+        """`poll_all` of what went down, while a step of `tokens` runs: of loads books and the disk's part go on."""
         self._apply_down()
         if self.movers.copier.checks:  # else pages that were checked here would go to the device
             self._apply_up()
@@ -199,8 +198,7 @@ class LowerTiers:
         return found
 
     def _take_reports(self, timeout_s: float) -> None:
-        """Sort what the mailbox has; wait for it at most `timeout_s` seconds. Raises when no copy will end any more,
-        or it would be waited for for ever."""
+        """Sort what the mailbox has; wait for it at most `timeout_s` seconds. Raises when no copy will end any more."""
         mailbox, broken = self.movers.mailbox, self.movers.copier.broken
         if broken is not None:
             raise RuntimeError(f"Copies of KV pages failed: {broken}.") from broken

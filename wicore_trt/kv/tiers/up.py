@@ -51,8 +51,8 @@ class UpTransfers:
         self._movers = movers
 
     def fetch_page(self, page: Page, inbox: deque[Fetch]) -> Fetch | None:
-        """Bring a page to the host; it is put into `inbox` when it is HERE or FAILED, maybe at once.
-        None when the disk's queue or the host is full just now."""
+        """Bring a page to the host, and put it into `inbox` when HERE or FAILED. None if the disk's queue or the host
+        is full just now."""
         fetch = Fetch(page, inbox)
         return fetch if self.begin_fetches([fetch]) else None
 
@@ -152,8 +152,7 @@ class UpTransfers:
     def upload_pages(
         self, copies: Sequence[TierCopy], slots: Sequence[int], on_verdict: OnVerdict = lambda places, right: None
     ) -> None:
-        """Copy pages that are in host memory, of one layer group, held and checked unless the device does that, into
-        device slots, soon; `on_verdict` as in `Upload`."""
+        """Copy held pages of one layer group, checked unless the device does that, into device slots; see `Upload`."""
         move, movers = Upload(copies, on_verdict), self._movers
         movers.outstanding += len(copies)
         pages = list(map(movers.host.page_parts, copies))
@@ -229,8 +228,8 @@ class UpTransfers:
         return begun
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
-        """Check whether a fetch waits for a page that is to be read, on the disk's thread: fetches that come later, or
-        after it was asked, get what `_end_read` makes of it."""
+        """Check, on the disk's thread, whether a fetch waits for a page; later ones get what `_end_read` makes of
+        it."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
     def _end_read(self, move: Read, outcome: Outcome, seconds: float) -> None:
@@ -484,6 +483,5 @@ class LoadPump:
 
 
 def _size_class(count: int) -> int:
-    """Loads of sizes between the same powers of four have their turns at the disk as they come, before all larger ones:
-    shared among them it would bring none any sooner."""
+    """Class a load: those between the same powers of four read from disk as they come, before all larger ones."""
     return count.bit_length() // 2
