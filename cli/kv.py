@@ -78,7 +78,7 @@ def simulate(
     from wicore_trt.kv.policy.by_name import POLICIES
     from wicore_trt.kv.study.simulate import ROUTINGS, Fleet, KVBytes, recompute_cost
     from wicore_trt.kv.study.simulate import simulate as replay
-    from wicore_trt.kv.study.trace import generate_trace, load_trace, unique_blocks
+    from wicore_trt.kv.study.trace import count_unique_blocks, generate_trace, load_trace
 
     if trace is not None and generate is None:
         title, requests = trace.name, load_trace(trace, limit=limit)
@@ -86,7 +86,7 @@ def simulate(
         title, requests = f"{generate} made-up conversations", generate_trace(generate)[:limit]
     else:
         raise typer.BadParameter("Give --trace FILE or --generate N.", param_hint="--trace")
-    unique = unique_blocks(requests)
+    unique = count_unique_blocks(requests)
     lower = {
         name: _parse_pages(text, unique, name) for name, text in (("host", host), ("disk", disk)) if text is not None
     }
@@ -111,7 +111,7 @@ def simulate(
                 replay(requests, name, {"device": size, **lower}, fleet=fleet, progress=report_one, **options)
             )
     if json:
-        about = {"trace": str(trace or title), "unique_blocks": unique}
+        about = {"trace": str(trace or title), "count_unique_blocks": unique}
         print_json({**about, "results": [r.to_dict() for r in reports]})
     else:
         servers = "" if workers == 1 else f", {workers} workers"

@@ -93,13 +93,13 @@ def purge(
 
     from wicore_trt.cli._ui import human_bytes, print_json
     from wicore_trt.errors import ConfigError
-    from wicore_trt.kv.disk.tools import add_reports, list_tiers, namespace_homes, purge_directory
+    from wicore_trt.kv.disk.tools import add_reports, list_namespaces, list_tiers, purge_directory
     from wicore_trt.kv.pages.page import TENANT_BYTES
 
     if sum(given is not None for given in (salt, tenant_name, tenant)) > 1:
         raise ConfigError("--salt, --tenant-name and --tenant each name a tenant.", fix="Give one of them.")
     homes = list_tiers(path)
-    namespace_homes(homes[0])  # not a disk cache: say so before asking
+    list_namespaces(homes[0])  # not a disk cache: say so before asking
     if salt is not None or tenant_name is not None:
         tags: list[bytes] | None = _find_tags(homes, recipe, tenant_name or "", salt or "")
     elif tenant is not None:
@@ -136,13 +136,13 @@ def _find_tags(homes: Sequence[Path], recipe: str | None, who: str, salt: str) -
     which differ where one served alone before replicas did, or after them."""
     from wicore_trt.config import load_settings
     from wicore_trt.errors import ConfigError, EnvironmentUnfitError
-    from wicore_trt.kv.disk.claim import read_secret, secret_of
-    from wicore_trt.kv.disk.tools import owned_files
+    from wicore_trt.kv.disk.claim import derive_secret, read_secret
+    from wicore_trt.kv.disk.tools import open_as_owner
     from wicore_trt.kv.pages.hashing import tenant_tag
 
     setting = load_settings(recipe).kv.salt
     try:
-        found = [secret_of(setting)] if setting is not None else [read_secret(owned_files(p), p) for p in homes]
+        found = [derive_secret(setting)] if setting is not None else [read_secret(open_as_owner(p), p) for p in homes]
     except OSError as error:
         fix = "Run this as the user of the server, and remove what is not the server's."
         raise EnvironmentUnfitError(f"{error.filename or homes[0]}: {error.strerror}.", fix=fix) from error

@@ -19,7 +19,7 @@ from lanes import Coder, Digests, Lane
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.plugins.code_layout import PageCode
 from wicore_trt.runtime.batch import StepBatch, StepResult
-from wicore_trt.runtime.page_copier import StreamPageCopier, new_digest
+from wicore_trt.runtime.page_copier import StreamPageCopier, make_digest
 from wicore_trt.runtime.page_digest import PageDigest
 
 DIGEST = 8
@@ -113,7 +113,7 @@ class LateExecutor(AheadFakeExecutor):
             self.layout = replace(self.layout, page_bytes={g: CODES[g].raw_bytes for g in groups})
         pools = {g: torch.zeros((n, self.layout.page_bytes[g]), dtype=torch.uint8) for g, n in groups.items()}
         self.memory = {g: _Pages(pool, tokens) for g, pool in pools.items()}
-        self.device, digest = Device(random.Random(seed + 1), lane), new_digest(pools)
+        self.device, digest = Device(random.Random(seed + 1), lane), make_digest(pools)
         self.copier = StreamPageCopier(
             pools, self.layout.page_tokens, self.device.streams, self.device, digests=digests(digest), digest=digest,
             coder=coder({g: CODES[g] for g in groups}) if coder is not None else None,

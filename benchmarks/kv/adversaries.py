@@ -19,7 +19,7 @@ from benchmarks.kv.policies import Chain, _Pages
 from wicore_trt.kv.policy.by_name import DEFAULT_POLICY
 from wicore_trt.kv.policy.cost import CostPolicy
 from wicore_trt.kv.study.simulate import simulate
-from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, count_unique_blocks
 
 REQUESTS = 20_000
 SHARES = (0.01, 0.05, 0.2, 0.5)
@@ -176,7 +176,7 @@ def run_of(name: str, share: float, seed: int, count: int = REQUESTS) -> tuple[l
     prompts = islice(adversary(random.Random(f"{name}/{seed}"), capacity), count)
     requests = [TraceRequest(chain, len(chain) * BLOCK_TOKENS, answer) for chain, answer in prompts]
     if adversary is not after_the_trial:
-        capacity = max(1, int(share * unique_blocks(requests)))
+        capacity = max(1, int(share * count_unique_blocks(requests)))
     return requests, capacity
 
 

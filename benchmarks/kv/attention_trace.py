@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.policy.policy import NEUTRAL_SIGNAL, ChainPolicy
-from wicore_trt.kv.study.simulate import BeladyPolicy, next_uses
+from wicore_trt.kv.study.simulate import BeladyPolicy, find_next_uses
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.executor import Executor
 from wicore_trt.text.tokenizer import Tokenizer
@@ -204,7 +204,7 @@ def replay_policy(
     `interval` it is told the attention measured at that interval."""
     made: ChainPolicy
     if policy == "belady":
-        made = BeladyPolicy(capacity, next_uses([request.chain for request in trace]))
+        made = BeladyPolicy(capacity, find_next_uses([request.chain for request in trace]))
     else:
         made = make_policy(policy, capacity, page_tokens=page_tokens)
     hits = 0

@@ -42,7 +42,7 @@ from wicore_trt.kv.prefix.planner import LoadChoice, NextMove
 from wicore_trt.kv.sequence_pages import SequencePages
 from wicore_trt.kv.tiers import down, host, up
 from wicore_trt.kv.tiers import tiers as tiers_module
-from wicore_trt.kv.tiers.host import HostTier, Movers, slot_geometry
+from wicore_trt.kv.tiers.host import HostTier, Movers, find_slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers
@@ -50,7 +50,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.schedule.step_time import StepTime, load_of
+from wicore_trt.schedule.step_time import StepTime, sum_load
 from wicore_trt.types import CacheHints, GenerateRequest, SamplingParams
 
 CHECKPOINT = 4096
@@ -155,7 +155,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.world, self.events = world, Events()
         settings = KVSettings()
-        slot_bytes, per_page = slot_geometry(PAGE_BYTES)
+        slot_bytes, per_page = find_slot_geometry(PAGE_BYTES)
 
         def books(gib: float) -> TierIndex:
             slots = int(gib * GIB) // slot_bytes
@@ -205,7 +205,7 @@ class Engine:
         for size in (2, 8, 20, 60) if knows else ():
             for begin in (0, 32_768):
                 slices = [(begin, size * 128)]
-                self.scheduler.estimates.learn_step(load_of(slices), slices, self.world.step_s(slices))
+                self.scheduler.estimates.learn_step(sum_load(slices), slices, self.world.step_s(slices))
         for size in (4, 64, 4, 256, 16) if rated is not None else ():
             self.loader.record_probe(self.loader.disk_meter, size << 20, 1e-3 + (size << 20) / cast(float, rated))
         for size in (4, 64, 256):

@@ -35,7 +35,7 @@ from benchmarks.kv.engine_thread import Device
 from wicore_trt.config import KVSettings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
-from wicore_trt.kv.disk.claim import secret_of
+from wicore_trt.kv.disk.claim import derive_secret
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import BLOCK_BYTES, Namespace, SlotFormat
 from wicore_trt.kv.disk.store import DiskStore
@@ -53,7 +53,7 @@ GOALS = {"start_s": 10.0, "books_gib": 1.0, "both_ms": 2.0}
 TIB = 1 << 40
 PAGE_TOKENS, DTYPE = 32, "bfloat16"
 _SALT = "fleet"
-_NAMES = KeyChain("bench/none", PAGE_TOKENS, secret=secret_of(_SALT)).derive_names("", "")
+_NAMES = KeyChain("bench/none", PAGE_TOKENS, secret=derive_secret(_SALT)).derive_names("", "")
 _STEP_TOKENS = 8192
 _LOOKED_UP = 101
 

@@ -14,7 +14,7 @@ from fault_injection import FaultPlan
 
 from wicore_trt.cli.main import run_command
 from wicore_trt.kv.disk.cipher import PageCipher
-from wicore_trt.kv.disk.claim import secret_of
+from wicore_trt.kv.disk.claim import derive_secret
 from wicore_trt.kv.disk.files import Files, aligned_buffer, write_file
 from wicore_trt.kv.disk.io import Outcome
 from wicore_trt.kv.pages.hashing import tenant_tag
@@ -127,7 +127,7 @@ def test_purge_takes_the_servers_secret(
     """Of the setting where there is one, else of the directory; tenants by name and by salt are not the same."""
     path = tmp_path / "cache"
     store = open_store(path)
-    secret = store.secret if kept else secret_of("servers salt")
+    secret = store.secret if kept else derive_secret("servers salt")
     tags = tenant_tag(secret, "alice"), tenant_tag(secret, "", "alice"), tenant_tag(secret, "b")
     for number, tag in enumerate(tags):
         page, waiter = make_page(number + 1, tag), Waiter(1)

@@ -13,7 +13,7 @@ from campaign import Shape, Stack
 from late_device import CODES
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.kv.tiers.host import coded_geometry, slot_geometry
+from wicore_trt.kv.tiers.host import find_coded_geometry, find_slot_geometry
 from wicore_trt.model.spec import GLOBAL, LOCAL
 
 SLOT = 12288
@@ -118,8 +118,8 @@ def test_by_default_pages_are_coded_where_there_is_a_code(coded: bool) -> None:
 def test_slots_follow_from_coded_pages() -> None:
     raw = {g: code.raw_bytes for g, code in CODES.items()}
     coded = {g: code.coded_bytes for g, code in CODES.items()}
-    found = coded_geometry(raw, coded)
+    found = find_coded_geometry(raw, coded)
     assert (found.slot_bytes, found.slots, found.raw_slots) == (SLOT, {GLOBAL: 1, LOCAL: 2}, {GLOBAL: 2, LOCAL: 3})
-    assert coded_geometry(raw, {})[:2] == slot_geometry(raw)
-    tiny = coded_geometry({GLOBAL: 4096, LOCAL: 8192}, {GLOBAL: 3072, LOCAL: 6144})
+    assert find_coded_geometry(raw, {})[:2] == find_slot_geometry(raw)
+    tiny = find_coded_geometry({GLOBAL: 4096, LOCAL: 8192}, {GLOBAL: 3072, LOCAL: 6144})
     assert tiny.slots == tiny.raw_slots and tiny.page_bytes == {GLOBAL: 4096, LOCAL: 8192}, "no slot is saved"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, log_score
+from wicore_trt.kv.policy.a2cr import RATES, A2CRPolicy, compute_score
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,8 +46,8 @@ def test_attention_orders_otherwise_equal_pages() -> None:
 
 
 def test_an_unmeasured_page_is_neutral_and_zero_is_finite() -> None:
-    assert log_score(1.0, 4, 0, 0.1) == pytest.approx(math.log(4))
-    assert math.isfinite(log_score(0.0, 1, 0, 0.1))
+    assert compute_score(1.0, 4, 0, 0.1) == pytest.approx(math.log(4))
+    assert math.isfinite(compute_score(0.0, 1, 0, 0.1))
 
 
 def replay(policy: A2CRPolicy, capacity: int, pages: list[int]) -> int:

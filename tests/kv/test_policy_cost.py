@@ -12,7 +12,7 @@ from wicore_trt.kv.policy.cost import CostPolicy, LRUGuard
 from wicore_trt.kv.policy.policy import Key, Node
 from wicore_trt.kv.policy.reuse import PageClass, ReuseModel, TouchGroup
 from wicore_trt.kv.study.simulate import simulate
-from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, unique_blocks
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, count_unique_blocks
 
 
 class Ids:
@@ -103,7 +103,7 @@ def hit_rate(policy: str, requests: list[TraceRequest], pages: int) -> float:
 def test_never_one_percent_below_lru_and_better_where_it_can(workload: str, share: float) -> None:
     chains = WORKLOADS[workload](random.Random(11))
     requests = [TraceRequest(tuple(chain), len(chain) * BLOCK_TOKENS) for chain in chains]
-    pages = int(unique_blocks(requests) * share)
+    pages = int(count_unique_blocks(requests) * share)
     lru, learnt = hit_rate("lru", requests, pages), hit_rate("cost", requests, pages)
     assert learnt >= 0.99 * lru - 1e-3, (lru, learnt)
     if share == 0.05 and workload in GAINS:

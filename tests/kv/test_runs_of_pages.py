@@ -20,7 +20,7 @@ from wicore_trt.core import assemble_kv
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.kv.prefix import parking
 from wicore_trt.kv.tiers import down, host, open_tiers, tiers, up
-from wicore_trt.kv.tiers.host import slot_geometry
+from wicore_trt.kv.tiers.host import find_slot_geometry
 from wicore_trt.model.spec import GLOBAL, LOCAL
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
@@ -41,7 +41,7 @@ class Campaign:
         count = sum(div_ceil(least, slabs[g]) for g in sizes) + 3 if slabs else 0
         pages = {g: count * slabs[g] if slabs else least for g in sizes}
         self.layout = KVLayout(self.size, "fake", pages, sizes, slabs)
-        slot_bytes, each = slot_geometry(sizes)
+        slot_bytes, each = find_slot_geometry(sizes)
         self.kv = KVSettings(
             host_bytes=slot_bytes * whole * sum(each.values()) * rng.choice([1, 4]), disk_path="/none", salt="x" * 32,
             write_policy=rng.choice(["through", "back", "selective"]),

@@ -19,7 +19,7 @@ from fakes import make_core
 from wicore_trt.config import KVSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk import claim
-from wicore_trt.kv.disk.claim import SECRET, list_unused, secret_of, share_secret
+from wicore_trt.kv.disk.claim import SECRET, derive_secret, list_unused, share_secret
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -175,4 +175,4 @@ def test_a_salt_in_the_settings_takes_the_place_of_the_file(tmp_path: Path) -> N
         tags.append(stack.manager.chain.derive_names("who", "").tag)
         stack.close()
     assert tags[0] == tags[1] != tags[2]
-    assert len(secret_of("\ud800")) == 32
+    assert len(derive_secret("\ud800")) == 32

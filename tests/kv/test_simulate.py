@@ -17,7 +17,7 @@ from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.policy.by_name import POLICIES
 from wicore_trt.kv.study.simulate import KVBytes, recompute_cost, simulate
-from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, generate_trace, load_trace, unique_blocks
+from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, count_unique_blocks, generate_trace, load_trace
 
 
 def random_trace(seed: int, count: int = 400) -> list[TraceRequest]:
@@ -104,7 +104,7 @@ def test_belady_is_optimal_on_small_traces(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_no_policy_beats_belady_and_a_cache_of_everything_hits_all(seed: int) -> None:
     requests = random_trace(seed, count=1500)
-    unique = unique_blocks(requests)
+    unique = count_unique_blocks(requests)
     tokens = sum(len(request.blocks) for request in requests) * BLOCK_TOKENS
     for name in POLICIES:
         for capacity in (unique // 50, unique // 10):
@@ -117,7 +117,7 @@ def test_no_policy_beats_belady_and_a_cache_of_everything_hits_all(seed: int) ->
 @pytest.mark.parametrize("name", POLICIES)
 def test_tiers_add_up(name: str, inclusive: bool) -> None:
     requests = random_trace(5, count=700)
-    unique = unique_blocks(requests)
+    unique = count_unique_blocks(requests)
     sizes = {"device": unique // 40, "host": unique // 10, "disk": unique // 4}
     alone = simulate(requests, name, {"device": sizes["device"]})
     report = simulate(requests, name, sizes, inclusive=inclusive, kv_bytes=KVBytes(per_token=1, window=0))
@@ -184,7 +184,7 @@ def test_published_figures_on_the_mooncake_trace() -> None:
     if not where:
         pytest.skip("set WICORE_TRACE to mooncake_conversation.jsonl (Mooncake, FAST 2025)")
     requests = load_trace(Path(where))
-    unique = unique_blocks(requests)
+    unique = count_unique_blocks(requests)
     for share, floor in ((2, 0.150), (5, 0.228), (10, 0.298), (30, 0.360)):
         report = simulate(requests, "cost", {"device": unique * share // 100})
         assert report.hit_rate > floor

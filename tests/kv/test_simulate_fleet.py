@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from wicore_trt.cli.kv import app
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.simulate import ROUTINGS, Fleet, SimulationReport, simulate
-from wicore_trt.kv.study.trace import TraceRequest, generate_trace, unique_blocks
+from wicore_trt.kv.study.trace import TraceRequest, count_unique_blocks, generate_trace
 
 TRACE = generate_trace(400)
-PAGES = {"device": unique_blocks(TRACE) // 10}
+PAGES = {"device": count_unique_blocks(TRACE) // 10}
 
 
 def fleet(routing: str, workers: int, rate: float = 20_000, trace: list[TraceRequest] = TRACE) -> SimulationReport:

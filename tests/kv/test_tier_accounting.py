@@ -6,7 +6,7 @@ import pytest
 
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.policy import LRUPolicy
-from wicore_trt.kv.tiers.host import slot_geometry
+from wicore_trt.kv.tiers.host import find_slot_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
@@ -51,7 +51,7 @@ class Conversations:
 
     def __init__(self, spec: Gemma3Spec, prompt_tokens: int, capacity: int) -> None:
         page_bytes = {group: spec.page_bytes(group, PAGE_TOKENS, KV_BYTES) for group in GROUPS}
-        self.slot_bytes, slots_per_page = slot_geometry(page_bytes)
+        self.slot_bytes, slots_per_page = find_slot_geometry(page_bytes)
         slots = capacity // self.slot_bytes
         self.index = TierIndex(slots, slots_per_page, LRUPolicy(slots), primary=GLOBAL)
         # The next turn resumes at the end of this one; the same prompt again, before its last token.

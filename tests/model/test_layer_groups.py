@@ -16,7 +16,7 @@ from wicore_trt.checkpoint.names import Role, unified_tensors
 from wicore_trt.model.gemma3 import EMBEDDING, FINAL_NORM, layer_weight
 from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec, LayerGroup
 from wicore_trt.runtime.options import ExecutorOptions
-from wicore_trt.runtime.pools import layout_of, new_pools
+from wicore_trt.runtime.pools import make_pools, plan_layout
 
 PAGE = 4
 
@@ -39,11 +39,11 @@ SPEC = UnlikeSpec(
 
 def test_pages_and_pools_have_the_sizes_of_their_group() -> None:
     settings = ExecutorOptions(kv_bytes=1 << 20, max_batch_tokens=64)
-    layout = layout_of(SPEC, "bfloat16", PAGE, 64, settings)
+    layout = plan_layout(SPEC, "bfloat16", PAGE, 64, settings)
     assert layout.page_bytes == {GLOBAL: 2 * 2 * PAGE * 48 * 2, LOCAL: 3 * 2 * PAGE * 32 * 2}
     assert layout.slab_pages is not None and layout.memory_bytes <= 1 << 20
     assert len({layout.slab_pages[g] * layout.page_bytes[g] for g in layout.page_bytes}) == 1
-    pools = new_pools(SPEC, layout, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    pools = make_pools(SPEC, layout, lambda shape, dtype: torch.empty(shape, dtype=dtype))
     assert pools[GLOBAL].shape[1:] == (2, 2, PAGE, 1, 48) and pools[LOCAL].shape[1:] == (3, 2, PAGE, 2, 16)
     assert all(pool[0].nbytes == layout.page_bytes[group] for group, pool in pools.items())
     assert pools[GLOBAL].data_ptr() == pools[LOCAL].data_ptr()

@@ -34,7 +34,7 @@ from wicore_trt.kv.manager import CacheOptions, KVCacheManager
 from wicore_trt.kv.memory import SharedMemory
 from wicore_trt.kv.pages.hashing import KeyChain
 from wicore_trt.kv.prefix.rates import TierRate
-from wicore_trt.kv.tiers.host import coded_geometry
+from wicore_trt.kv.tiers.host import find_coded_geometry
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
 
@@ -193,7 +193,7 @@ class Stack:
     def _settings(self, path: Path) -> KVSettings:
         setup = self.setup
         coded = self.copier.coded_bytes if setup.kv.get("compression") != "none" else {}
-        slot_bytes, per_page, *_ = coded_geometry(self.page_bytes, coded)
+        slot_bytes, per_page, *_ = find_coded_geometry(self.page_bytes, coded)
         settings = dict(setup.kv)
         tiers = setup.kv["prefix_cache"]  # without it they are refused
         if setup.host_slots and tiers:

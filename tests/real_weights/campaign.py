@@ -277,7 +277,7 @@ def linked_copier(pools: Any, page_tokens: int, _stream: int, *, overlapping: An
             code := find_code(PoolShape(layers, tokens, heads, dim, str(pool.dtype).removeprefix("torch.")))
         ) is not None:
             codes[group] = code
-    link, digest = Device(random.Random(0)), page_copier.new_digest(pools)
+    link, digest = Device(random.Random(0)), page_copier.make_digest(pools)
     lanes, digests = (Compute(), *link.streams[1:]), Digests(digest)
     return page_copier.StreamPageCopier(
         pools, page_tokens, lanes, link, overlapping, digests, digest, coder=PickyCoder(codes, 8) if codes else None

@@ -13,7 +13,7 @@ from parity.tiny import tiny_model  # noqa: E402
 
 from wicore_trt.errors import ConfigError  # noqa: E402
 from wicore_trt.runtime.options import DEFAULT_KV_BYTES, ExecutorOptions  # noqa: E402
-from wicore_trt.runtime.pools import RESERVE_BYTES, check_pool_room, layout_of, new_pools, sized_layout, spare_bytes  # noqa: E402
+from wicore_trt.runtime.pools import RESERVE_BYTES, check_pool_room, make_layout, make_pools, plan_layout, spare_bytes  # noqa: E402
 
 GIB = 1 << 30
 
@@ -27,11 +27,11 @@ def test_what_is_left_of_a_gpu() -> None:
 def test_pages_by_number_and_by_bytes() -> None:
     spec = tiny_model(1).spec
     pages = {"global": random.randint(1, 9), "local": random.randint(1, 9)}
-    given = layout_of(spec, "bfloat16", 8, 64, ExecutorOptions(kv_pages=pages, kv_bytes=1))
-    assert given.num_pages == pages == sized_layout(spec, "bfloat16", 8, pages.__getitem__).num_pages
+    given = plan_layout(spec, "bfloat16", 8, 64, ExecutorOptions(kv_pages=pages, kv_bytes=1))
+    assert given.num_pages == pages == make_layout(spec, "bfloat16", 8, pages.__getitem__).num_pages
 
     def used(settings: ExecutorOptions, kv_bytes: int | None = None) -> int:
-        found = layout_of(spec, "bfloat16", 8, 64, settings, kv_bytes)
+        found = plan_layout(spec, "bfloat16", 8, 64, settings, kv_bytes)
         return found.memory_bytes
 
     slab = lcm(*given.page_bytes.values())
@@ -44,7 +44,7 @@ def test_pages_by_number_and_by_bytes() -> None:
 
 
 def test_pools_that_do_not_fit_are_refused() -> None:
-    layout = sized_layout(tiny_model(1).spec, "bfloat16", 8, lambda group: 3)
+    layout = make_layout(tiny_model(1).spec, "bfloat16", 8, lambda group: 3)
     needed = sum(3 * count for count in layout.page_bytes.values())
     check_pool_room(layout, RESERVE_BYTES + needed)
     with pytest.raises(ConfigError, match=r"kv\.device_bytes"):
@@ -54,8 +54,8 @@ def test_pools_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_pools_hold_nothing_that_could_be_text(dtype: str) -> None:
     spec = tiny_model(1).spec
-    layout = sized_layout(spec, dtype, 8, lambda group: 2)
-    pools = new_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+    layout = make_layout(spec, dtype, 8, lambda group: 2)
+    pools = make_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
     for group, pool in pools.items():
         assert pool[0].nbytes == layout.page_bytes[group] and pool.float().isnan().all()
 
@@ -63,9 +63,9 @@ def test_pools_hold_nothing_that_could_be_text(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_groups_that_share_memory_have_views_of_it(dtype: str) -> None:
     spec = tiny_model(1).spec
-    layout = layout_of(spec, dtype, 8, 64, ExecutorOptions(kv_bytes=1 << 22, max_batch_tokens=16))
+    layout = plan_layout(spec, dtype, 8, 64, ExecutorOptions(kv_bytes=1 << 22, max_batch_tokens=16))
     assert layout.slab_pages is not None and (1 << 22) - layout.memory_bytes < 1 << 18
-    pools = new_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
+    pools = make_pools(spec, layout, lambda shape, kind: torch.zeros(tuple(shape), dtype=kind))
     assert len({pool.data_ptr() for pool in pools.values()}) == 1
     for group, pool in pools.items():
         assert pool.is_contiguous() and pool.nbytes == layout.memory_bytes and pool.float().isnan().all()

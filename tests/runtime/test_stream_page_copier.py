@@ -21,9 +21,9 @@ from wicore_trt.runtime.page_copier import (
     BATCH,
     StreamPageCopier,
     TorchPageCopier,
+    list_own_slot,
+    list_written_slots,
     make_copier,
-    share_nothing,
-    written_slots,
 )
 from wicore_trt.runtime.page_digest import PageDigest
 
@@ -73,7 +73,7 @@ class World:
             PAGE_TOKENS,
             self.device.lanes,
             self.device,
-            share_nothing,
+            list_own_slot,
             digests,
             digest,  # type: ignore[arg-type]
             AtOnce,
@@ -241,7 +241,7 @@ def test_a_call_for_many_pages_is_cut_into_batches(first: int) -> None:
     """Each page comes into its slot, and is heard of once, in order, with its own digest."""
     count, rng, device = 3 * BATCH - 7, random.Random(first), FakeDevice(random.Random(1))
     pool, digest = torch.zeros((count, BYTES), dtype=torch.uint8), PageDigest(bytes(32), BYTES)
-    copier = StreamPageCopier({"global": pool}, 4, device.lanes, device, share_nothing, Digests(digest), digest, AtOnce)  # type: ignore[arg-type]
+    copier = StreamPageCopier({"global": pool}, 4, device.lanes, device, list_own_slot, Digests(digest), digest, AtOnce)  # type: ignore[arg-type]
     slots, slab = rng.sample(range(count), count), aligned_buffer(BYTES * count)
     slab[:] = rng.randbytes(len(slab))
     pages = [slab[at : at + BYTES] for at in range(0, BYTES * count, BYTES)]
@@ -326,7 +326,7 @@ def test_steps_wait_for_the_slots_that_they_write_alone() -> None:
 
 def test_slots_written() -> None:
     batch = StepBatch([piece([5, 6, 7], 3, 5), SequenceSlice(2, [1], 4, {"global": [8, 9], "local": [-1, 2]})])
-    assert set(written_slots(batch, 4)) == {("global", 5), ("global", 6), ("global", 9), ("local", 2)}
+    assert set(list_written_slots(batch, 4)) == {("global", 5), ("global", 6), ("global", 9), ("local", 2)}
 
 
 def test_memory_is_pinned_until_the_end() -> None:
@@ -361,7 +361,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
     """A page leaves for the host; its slab changes hands, and a step writes another group's page in the same bytes."""
     layout = KVLayout(PAGE_TOKENS, "float32", {"global": 6, "local": 4}, {"global": 32, "local": 48}, SLABS)
     seen = {}
-    for overlapping in (layout.find_overlaps, share_nothing):
+    for overlapping in (layout.find_overlaps, list_own_slot):
         memory, device = torch.zeros(192, dtype=torch.uint8), FakeDevice(random.Random(1))
         pools = {"global": memory.view(6, 32), "local": memory.view(4, 48)}
         copier = StreamPageCopier(pools, PAGE_TOKENS, device.lanes, device, overlapping, starter=AtOnce)  # type: ignore[arg-type]
@@ -379,7 +379,7 @@ def test_slots_that_share_memory_wait_for_each_others_copies() -> None:
         seen[overlapping] = bytes(host), bytes(memory[96:128].numpy())
         copier.close()
     assert seen[layout.find_overlaps] == (bytes(32), b"\7" * 32)
-    assert seen[share_nothing][0] != bytes(32), "the copy read what the step wrote: nothing waited"
+    assert seen[list_own_slot][0] != bytes(32), "the copy read what the step wrote: nothing waited"
 
 
 def test_copies_asked_for_together_that_share_bytes_keep_their_order() -> None:

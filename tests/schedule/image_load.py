@@ -32,7 +32,7 @@ from wicore_trt.model.spec import GLOBAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.schedule.step_time import StepTime, load_of
+from wicore_trt.schedule.step_time import StepTime, sum_load
 from wicore_trt.types import ContentSpan, GenerateRequest, SamplingParams
 
 FP8, BF16 = (Device(10.2e-3, 2.1e-4, 0, 44e-6, 3e-10), Device(18.6e-3, 1.8e-4, 0, 78e-6, 3e-10))
@@ -75,7 +75,7 @@ class ImageGPU:
     def _step_s(self, batch: StepBatch) -> float:
         if any(s.images for s in batch.slices):
             return IMAGE_S[self.device] if self.way.graphs else max(LAUNCH_S, IMAGE_S[self.device])
-        return self.device.step_s(load_of([(s.start, len(s.token_ids)) for s in batch.slices]))
+        return self.device.step_s(sum_load([(s.start, len(s.token_ids)) for s in batch.slices]))
 
     def collect(self) -> StepResult:
         batch, ended = self._under_way.pop(0)

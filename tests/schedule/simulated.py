@@ -13,7 +13,7 @@ from wicore_trt.model.spec import GLOBAL
 from wicore_trt.runtime.batch import SampledTokens, StepBatch, StepResult
 from wicore_trt.runtime.executor import KVLayout
 from wicore_trt.schedule.scheduler import Scheduler
-from wicore_trt.schedule.step_time import StepLoad, StepTime, load_of
+from wicore_trt.schedule.step_time import StepLoad, StepTime, sum_load
 from wicore_trt.types import GenerateRequest, SamplingParams, TokenOutput
 
 
@@ -61,7 +61,7 @@ class Simulated:
 
     def execute(self, batch: StepBatch) -> StepResult:
         self.steps.append([(s.seq_id, len(s.token_ids)) for s in batch.slices])
-        load, launch_s = load_of([(s.start, len(s.token_ids)) for s in batch.slices]), 0.0
+        load, launch_s = sum_load([(s.start, len(s.token_ids)) for s in batch.slices]), 0.0
         if load.tokens and self.graph_sizes:
             sizes = next((found for rows, found in self.graph_sizes.items() if rows >= load.rows), ())
             padded = next((tokens for tokens in sizes if tokens >= load.tokens), None)

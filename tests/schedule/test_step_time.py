@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from schedule.simulated import CPU, H200, SMALL, p99
 
-from wicore_trt.schedule.step_time import FLUENT_S, STRETCH, Budget, StepLoad, StepTime, load_of
+from wicore_trt.schedule.step_time import FLUENT_S, STRETCH, Budget, StepLoad, StepTime, sum_load
 
 DEVICES = {
     f"{name}, corner {corner:g}": replace(device, corner=corner)
@@ -94,7 +94,7 @@ def test_nonsense_leaves_estimates_positive_and_finite():
 
 
 def test_a_load_is_counted_by_what_a_step_computes():
-    assert load_of([(10, 1), (20, 1), (100, 50)]) == StepLoad(2, 30, 50, 50 * 125)
+    assert sum_load([(10, 1), (20, 1), (100, 50)]) == StepLoad(2, 30, 50, 50 * 125)
 
 
 @pytest.mark.parametrize("seed", range(60))

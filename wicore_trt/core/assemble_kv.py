@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk.claim import secret_of
+from wicore_trt.kv.disk.claim import derive_secret
 from wicore_trt.kv.disk.files import Files
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.io import rate_reads
@@ -56,7 +56,7 @@ def make_cache(
             announce=events.append_stored, left=partial(_note_eviction, events), files=files,
         )  # fmt: skip
         store = tiers.store
-    secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
+    secret = derive_secret(settings.salt) if settings.salt else store.secret if store is not None else None
     policy = None
     if GLOBAL in layout.num_pages:
         policy = make_policy(settings.policy, layout.num_pages[GLOBAL], page_tokens=layout.page_tokens)

@@ -19,7 +19,7 @@ from operator import attrgetter
 from wicore_trt.core.encodings import Encodings
 from wicore_trt.core.engine_stats import read_engine_stats
 from wicore_trt.core.loop import Core
-from wicore_trt.core.request_checks import check_images, check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.request_checks import check_images, check_tokens, derive_seed, list_stop_ids
 from wicore_trt.core.times import STEP_TOKENS, Histogram
 from wicore_trt.errors import InvalidRequestError, UnwrittenPageError
 from wicore_trt.grammar.matcher import Grammars, Matcher, MatcherError
@@ -33,7 +33,7 @@ from wicore_trt.schedule.images import list_images
 from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
-from wicore_trt.schedule.step_time import StepLoad, load_of
+from wicore_trt.schedule.step_time import StepLoad, sum_load
 from wicore_trt.types import CacheStore, EngineStats, FinishReason, GenerateRequest, TokenLogprob, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class EngineCore(Core):
         assert request.request_key not in self.sequences
         arrival = self.clock()
         params = request.params
-        stop_ids = stop_ids_of(params, self.eos_ids)
+        stop_ids = list_stop_ids(params, self.eos_ids)
         names = self.scheduler.manager.chain.derive_names(request.tenant, request.cache_salt)
         content, page_tokens = request.content, self.scheduler.manager.page_tokens
         marks, barred = mark_content(content, page_tokens), bar_pages(content, page_tokens)
@@ -144,7 +144,7 @@ class EngineCore(Core):
         most = self.max_context if params.max_tokens is None else params.max_tokens
         for index in range(params.n):
             sequence = Sequence(
-                seq_id=self._next_id, request=request, index=index, seed=sequence_seed(params.seed, index),
+                seq_id=self._next_id, request=request, index=index, seed=derive_seed(params.seed, index),
                 tokens=list(request.prompt_token_ids), arrival=arrival,
                 pages=SequencePages(names, request.cache, marks, barred), stop_ids=stop_ids,
                 longest=min(self.max_context, len(request.prompt_token_ids) + most),
@@ -298,7 +298,7 @@ class EngineCore(Core):
         if not flight.again and not flight.late:
             slices = flight.batch.slices
             prompts = [] if flight.batch.num_tokens == len(slices) else [(s.start, len(s.token_ids)) for s in slices]
-            load = load_of(prompts) if prompts else StepLoad(len(slices), sum(map(attrgetter("start"), slices)))
+            load = sum_load(prompts) if prompts else StepLoad(len(slices), sum(map(attrgetter("start"), slices)))
             self.scheduler.estimates.learn_step(load, prompts, seconds)
         outputs = self._apply_result(flight, result)
         for sequence in flight.ended:

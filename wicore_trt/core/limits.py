@@ -66,7 +66,7 @@ class Alarms(dict[str, float]):
         return found
 
 
-def long_wait_error(wait_s: float, limit_s: float, pace_s: float | None = None) -> QueueFullError:
+def make_wait_error(wait_s: float, limit_s: float, pace_s: float | None = None) -> QueueFullError:
     """Make the refusal of a request that would wait longer than the limit. It does not reveal how many others wait."""
     return QueueFullError(
         "The server is too busy to begin this request in time.",

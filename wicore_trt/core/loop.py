@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, long_wait_error
+from wicore_trt.core.limits import HOLD_RATE, Alarms, Limits, make_wait_error
 from wicore_trt.core.shares import has_room
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed
@@ -144,7 +144,7 @@ class Core(ABC):
         limit = self.limits.patience_s(cost_s / outlook.share, left_s)
         wait = outlook.wait_s(request.tenant, now + request.priority * AGEING_S + cost_s, cost_s)
         if wait > limit:
-            raise long_wait_error(wait, limit)
+            raise make_wait_error(wait, limit)
         return now + limit
 
     def _register_request(self, request: GenerateRequest, sequences: Iterable[Any], start_by: float) -> None:
@@ -191,7 +191,7 @@ class Core(ABC):
             del self._start_by[name]
             live = list(self.sequences[name].values())
             if all(self._is_waiting(sequence) for sequence in live):
-                refusal = long_wait_error(self.make_outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
+                refusal = make_wait_error(self.make_outlook().wait_s(live[0].request.tenant, self.clock(), 0.0), 0.0)
                 why, retry_s = str(refusal), refusal.retry_after_s
                 outputs += [self._finish_sequence(s, FinishReason.ERROR, error=why, retry_s=retry_s) for s in live]
         return outputs
@@ -296,7 +296,7 @@ class EngineLoop:
         )
         wait = outlook.wait_s(tenant, now + request.priority * AGEING_S, 0.0, more, tokens * outlook.token_s)
         if wait > limit:
-            raise long_wait_error(wait, limit, outlook.turnover_s)
+            raise make_wait_error(wait, limit, outlook.turnover_s)
 
     def _count_queued(self) -> Counter[str]:
         """Count sequences that wait for their first step, by tenant. The lock is held."""

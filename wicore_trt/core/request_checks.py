@@ -13,7 +13,7 @@ from wicore_trt.runtime.executor import ImageEncoder
 from wicore_trt.types import GenerateRequest, SamplingParams
 
 
-def sequence_seed(seed: int | None, index: int) -> int:
+def derive_seed(seed: int | None, index: int) -> int:
     """Derive the 64-bit seed of the index-th sequence of a request; random when the request names none."""
     if seed is None:
         return secrets.randbits(64)
@@ -56,7 +56,7 @@ def check_images(request: GenerateRequest, encoder: ImageEncoder | None) -> None
             )
 
 
-def stop_ids_of(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+def list_stop_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return the tokens that end a sequence. Under a constraint eos counts even with `ignore_eos`."""
     goes_on = params.ignore_eos and params.constraint is None
     return tuple(dict.fromkeys((*(() if goes_on else eos_ids), *params.stop_token_ids)))

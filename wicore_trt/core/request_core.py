@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from wicore_trt.core.loop import Core
-from wicore_trt.core.request_checks import check_images, check_tokens, sequence_seed, stop_ids_of
+from wicore_trt.core.request_checks import check_images, check_tokens, derive_seed, list_stop_ids
 from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, WicoreError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.runtime.executor import RequestExecutor
@@ -70,13 +70,13 @@ class RequestCore(Core):
         check_images(request, None)
         if request.content:  # its cache distinguishes prompts by their token ids alone
             raise InvalidRequestError("This engine takes token ids alone.", field="content")
-        self.executor.check(request, stop_ids_of(request.params, self.eos_ids))
+        self.executor.check(request, list_stop_ids(request.params, self.eos_ids))
 
     def add(self, request: GenerateRequest) -> None:
         assert request.request_key not in self.sequences
         arrival, sequences = self.clock(), []
         for index in range(request.params.n):
-            seed = sequence_seed(request.params.seed, index)
+            seed = derive_seed(request.params.seed, index)
             sequences.append(RequestSequence(self._next_id, request, index, seed, arrival))
             self._next_id += 1
         start_by = self._latest_start(request, arrival, 0.0)
@@ -91,7 +91,7 @@ class RequestCore(Core):
             self._begin_sequence(waiting)
             request = waiting.request
             try:
-                stop_ids = stop_ids_of(request.params, self.eos_ids)
+                stop_ids = list_stop_ids(request.params, self.eos_ids)
                 self.executor.submit(request, waiting.index, waiting.seed, stop_ids)
             except WicoreError as error:
                 facts = {"id": request.log_id}

@@ -21,7 +21,7 @@ from wicore_trt.arithmetic import (
 )
 from wicore_trt.kv.disk.format import BLOCK_BYTES
 from wicore_trt.kv.disk.space import MAX_SLABS, SLAB_BYTES, Space
-from wicore_trt.kv.tiers.host import coded_geometry
+from wicore_trt.kv.tiers.host import find_coded_geometry
 from wicore_trt.model.hf_config import read_hf_config
 from wicore_trt.model.spec import GLOBAL, GROUPS, LOCAL, Gemma3Spec
 from wicore_trt.plugins.code_layout import find_code
@@ -81,7 +81,7 @@ class Geometry:
             shape = PoolShape(len(group.layers), page_tokens, group.num_kv_heads, group.head_dim, kv_dtype)
             if (code := find_code(shape)) is not None:
                 codes[group.name] = code.coded_bytes
-        return cls(spec, page_tokens, kv_dtype, page_bytes, *coded_geometry(page_bytes, codes)[:2])
+        return cls(spec, page_tokens, kv_dtype, page_bytes, *find_coded_geometry(page_bytes, codes)[:2])
 
     def first_visible_page(self, tokens: int) -> int:
         """Index of the first local page that the token at position `tokens` looks at."""

@@ -57,7 +57,7 @@ class StepCopier(PageCopier, Protocol):
         ...
 
 
-def share_nothing(group: str, slot: int) -> list[SlotKey]:
+def list_own_slot(group: str, slot: int) -> list[SlotKey]:
     return [(group, slot)]
 
 
@@ -66,7 +66,7 @@ def make_copier(
     page_tokens: int,
     stream: int = 0,
     *,
-    overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
+    overlapping: Callable[[str, int], list[SlotKey]] = list_own_slot,
     digest_kernel: CompiledKernel | None = None,
     key: bytes | None = None,
     code: CodeKernels | None = None,
@@ -77,13 +77,13 @@ def make_copier(
     device = next(iter(pools.values())).device
     if device.type == "cpu":
         return TorchPageCopier(pools)
-    lanes, digest = (CudaLane(device, stream), *(CudaLane(device) for _ in range(3))), new_digest(pools, key)
+    lanes, digest = (CudaLane(device, stream), *(CudaLane(device) for _ in range(3))), make_digest(pools, key)
     digests, coder = None, None
     if digest_kernel is not None:
         base = min(pool.data_ptr() for pool in pools.values())
         digests = CudaDigests(digest_kernel, digest, base, device, BATCH)
         if code is not None:
-            seals = CudaDigests(digest_kernel, new_digest(pools, SEAL_KEY), base, device, BATCH)
+            seals = CudaDigests(digest_kernel, make_digest(pools, SEAL_KEY), base, device, BATCH)
             coder = CudaCoder(code, seals, base, device, BATCH)
     return StreamPageCopier(
         pools, page_tokens, lanes, CudaHostMemory(device), overlapping, digests, digest, coder=coder
@@ -95,12 +95,12 @@ def staging_bytes(code: CodeKernels | None) -> int:
     return PLACES * place_bytes(code.codes, BATCH) if code is not None else 0
 
 
-def new_digest(pools: Mapping[str, torch.Tensor], key: bytes | None = None) -> PageDigest:
+def make_digest(pools: Mapping[str, torch.Tensor], key: bytes | None = None) -> PageDigest:
     """Make digests of the pages of `pools` under a key, by default a random one: they never leave this engine."""
     return PageDigest(key or secrets.token_bytes(KEY_BYTES), max(pool[0].nbytes for pool in pools.values()))
 
 
-def written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
+def list_written_slots(batch: StepBatch, page_tokens: int) -> Iterator[SlotKey]:
     for piece in batch.slices:
         first, last = piece.start // page_tokens, (piece.start + len(piece.token_ids) - 1) // page_tokens
         for group, table in piece.pages.items():
@@ -120,7 +120,7 @@ class TorchPageCopier:
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         flat = _flatten_pools(pools)
         self._pages = {group: pages.numpy() if pages.device.type == "cpu" else pages for group, pages in flat.items()}
-        self.digest = new_digest(pools).compute_digest
+        self.digest = make_digest(pools).compute_digest
 
     def pin(self, memory: memoryview) -> bool:
         return False
@@ -199,7 +199,7 @@ class StreamPageCopier:
         page_tokens: int,
         lanes: Sequence[CudaLane],
         memory: CudaHostMemory,
-        overlapping: Callable[[str, int], list[SlotKey]] = share_nothing,
+        overlapping: Callable[[str, int], list[SlotKey]] = list_own_slot,
         digests: CudaDigests | None = None,
         digest: PageDigest | None = None,
         starter: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "wicore-page-copies"),
@@ -210,7 +210,7 @@ class StreamPageCopier:
         self._places = {group: (pages.data_ptr(), pages.shape[1]) for group, pages in flat.items()}
         self._pools, self._page_tokens, self._memory = flat, page_tokens, memory
         self._compute, out, into = lanes[:3]
-        self._digests, self.digest = digests, (digest or new_digest(pools)).compute_digest
+        self._digests, self.digest = digests, (digest or make_digest(pools)).compute_digest
         self.checks, self._coder = digests is not None, coder
         self._codes: Mapping[str, PageCode] = coder.codes if coder is not None else {}
         self.coded_bytes: Mapping[str, int] = {group: code.coded_bytes for group, code in self._codes.items()}
@@ -260,7 +260,7 @@ class StreamPageCopier:
         with self._lock:
             under_way = set(self._under_way.values())
         if under_way:
-            written = set(written_slots(batch, self._page_tokens))
+            written = set(list_written_slots(batch, self._page_tokens))
             for copies in under_way:
                 if not written.isdisjoint(copies.touched):
                     self._compute.wait(copies.end())

@@ -24,7 +24,7 @@ RESERVE_BYTES = 512 << 20
 """Of a GPU's memory that stays free of pages at least: kernels that are loaded late, fragmentation, other libraries."""
 
 
-def layout_of(
+def plan_layout(
     spec: Gemma3Spec,
     kv_dtype: str,
     page_tokens: int,
@@ -45,15 +45,15 @@ def layout_of(
             pages, slab_pages = shared.num_pages, shared.slab_pages
         else:
             pages = pool_sizes(*budget, max_batch_tokens=batch, max_sequences=settings.max_sequences, loads=loads)
-    return replace(sized_layout(spec, kv_dtype, page_tokens, pages.__getitem__), slab_pages=slab_pages)
+    return replace(make_layout(spec, kv_dtype, page_tokens, pages.__getitem__), slab_pages=slab_pages)
 
 
-def sized_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
+def make_layout(spec: Gemma3Spec, kv_dtype: str, page_tokens: int, pages: Callable[[str], int]) -> KVLayout:
     page_bytes = {g: spec.page_bytes(g, page_tokens, ITEM_BYTES[kv_dtype]) for g in spec.groups}
     return KVLayout(page_tokens, kv_dtype, {g: pages(g) for g in spec.groups}, page_bytes)
 
 
-def new_pools(
+def make_pools(
     spec: Gemma3Spec, layout: KVLayout, empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Make for each layer group [pages, layers, 2 (K, V), page_tokens, kv_heads, head_dim], filled with NaN. So reading

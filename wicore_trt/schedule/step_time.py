@@ -43,7 +43,7 @@ class StepLoad(NamedTuple):
         return StepLoad(self.rows, self.keys, self.tokens + count, self.pairs + count * (start + count / 2))
 
 
-def load_of(slices: Sequence[tuple[int, int]]) -> StepLoad:
+def sum_load(slices: Sequence[tuple[int, int]]) -> StepLoad:
     """Sum the load of a step that computes (start, count) of each sequence. One token counts as decoded."""
     rows, keys, tokens, pairs = 0, 0, 0, 0.0
     for start, count in slices:

@@ -250,7 +250,7 @@ def _text_request(
         prompt = {"prompt_token_ids": tuple(request.tokenized.input_ids)}
     return TextRequest(
         request_id=check_request_id(request.request_id) if request.request_id else uuid.uuid4().hex,
-        params=sampling_params(request.sampling_params),
+        params=_read_sampling_params(request.sampling_params),
         timeout_s=timeout_s,
         tenant=tenant,
         replica=rank if request.HasField("data_parallel_rank") else None,
@@ -258,7 +258,7 @@ def _text_request(
     )
 
 
-def sampling_params(message: pb2.SamplingParams) -> SamplingParams:
+def _read_sampling_params(message: pb2.SamplingParams) -> SamplingParams:
     """Convert sampling parameters. Raises InvalidRequestError for values out of range or not served."""
     given = convert.read_sampling(message, router=True)
     if message.HasField("truncate_prompt_tokens"):

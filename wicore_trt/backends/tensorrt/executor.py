@@ -39,7 +39,7 @@ from wicore_trt.runtime.executor import ImageEncoder, KVLayout, PageCopier
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import layout_of, new_pools
+from wicore_trt.runtime.pools import make_pools, plan_layout
 from wicore_trt.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TensorRTExecutor:
         manifest = engine.manifest
         max_context = min(settings.max_context or manifest.max_context, manifest.max_context)
         page_tokens = settings.page_tokens or manifest.page_tokens
-        self.layout = layout_of(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
+        self.layout = plan_layout(manifest.spec, manifest.kv_dtype, page_tokens, max_context, settings)
         with device.active():
             plans = load_plans(trt, engine, device.target)
             wanted = [tensor.weight for tensor in plans[DECODE].tensors.values() if tensor.kind == "weight"]
@@ -78,7 +78,7 @@ class TensorRTExecutor:
             activations = device.empty((activation_bytes(plans),), torch.uint8)
             memory = SlotMemory(self.spec, limits, engine.manifest.base_dtype)
             slots = memory.slots(device.free_bytes(), self.layout, min(limits.max_batch, settings.max_sequences))
-            self.pools = new_pools(self.spec, self.layout, device.empty)
+            self.pools = make_pools(self.spec, self.layout, device.empty)
             caches, runtime = memory.allocate(slots, device), f"runtime-{trt.__version__}-{device.target}"
             self._runtime_caches = {
                 phase: RuntimeCache(cache_directory() / f"{runtime}-{plan.digest}.cache")

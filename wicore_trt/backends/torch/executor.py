@@ -38,7 +38,7 @@ from wicore_trt.runtime.image_encoder import FeatureEncoder
 from wicore_trt.runtime.kernels_name import kernels_name
 from wicore_trt.runtime.options import CPU_SLICE_TOKENS, GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier
-from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools
+from wicore_trt.runtime.pools import check_pool_room, make_pools, plan_layout
 from wicore_trt.runtime.sampler import Sampler
 from wicore_trt.runtime.step_inputs import StepInputs
 
@@ -82,12 +82,12 @@ class TorchExecutor:
             self.images = open_encoder(loaded.vision, loaded.dtype, settings.image_slots, stream or self.device)
         context = settings.max_context or loaded.max_context or self.spec.max_position_embeddings
         page_tokens = settings.page_tokens or loaded.page_tokens
-        self.layout = layout_of(self.spec, loaded.kv_dtype, page_tokens, context, settings)
+        self.layout = plan_layout(self.spec, loaded.kv_dtype, page_tokens, context, settings)
         if self.device.type == "cpu":
             check_room(self.layout.memory_bytes, "kv.device_bytes", "Lower it (--kv-bytes) to {room} at most.")
         else:
             check_pool_room(self.layout, torch.cuda.mem_get_info(self.device)[0])
-        self.pools = new_pools(self.spec, self.layout, lambda s, d: torch.empty(s, dtype=d, device=self.device))
+        self.pools = make_pools(self.spec, self.layout, lambda s, d: torch.empty(s, dtype=d, device=self.device))
         handle, shared = 0 if stream is None else stream.stream, self.layout.find_overlaps
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, handle, overlapping=shared)
         self.copier: PageCopier = self._page_copies

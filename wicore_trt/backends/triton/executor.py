@@ -64,7 +64,7 @@ from wicore_trt.runtime.options import GPU_SLICE_TOKENS, ExecutorOptions
 from wicore_trt.runtime.page_copier import make_copier, staging_bytes
 from wicore_trt.runtime.page_digest import KEY_BYTES
 from wicore_trt.runtime.peer_memory import open_peer_memory
-from wicore_trt.runtime.pools import check_pool_room, layout_of, new_pools, sized_layout, spare_bytes
+from wicore_trt.runtime.pools import check_pool_room, make_layout, make_pools, plan_layout, spare_bytes
 from wicore_trt.runtime.step_inputs import StepInputs
 from wicore_trt.types import SamplingParams
 
@@ -144,8 +144,8 @@ class TritonExecutor:
             self.peers = open_peer_memory(ranks, device.torch_device, size, peer_access=settings.peer_access)
         cache = (self.spec, loading.shape.kv_dtype, loading.shape.page_tokens)
         sizing = settings.kv_pages is None and settings.kv_bytes is None
-        one_page = sized_layout(*cache, lambda group: 1)
-        self.layout = one_page if sizing else layout_of(*cache, limits.positions, settings)
+        one_page = make_layout(*cache, lambda group: 1)
+        self.layout = one_page if sizing else plan_layout(*cache, limits.positions, settings)
         with device.active(), _must_fit():
             self.model = self._load_model(loading, limits, launcher, invariant=settings.batch_invariant)
             if loading.vision is not None:
@@ -167,7 +167,7 @@ class TritonExecutor:
         code = _find_code(loading, tuple(self.layout.num_pages)) if settings.code_pages else None
         if sizing:
             room = max(0, self._measure_room(settings.kv_fraction) - staging_bytes(code))
-            self.layout = layout_of(*cache, limits.positions, settings, self._agree_on_room(room))
+            self.layout = plan_layout(*cache, limits.positions, settings, self._agree_on_room(room))
         check_pool_room(self.layout, device.free_bytes() - staging_bytes(code))
         self._allocate_pools()
         digests, copied = loading.table.role_entries(PAGE_DIGEST), (self.pools, self.layout.page_tokens, device.stream)
@@ -211,7 +211,7 @@ class TritonExecutor:
     def _allocate_pools(self) -> None:
         """Make the pools of the layout. The model reads their addresses anew in each step, graphs do not."""
         with self.device.active(), _must_fit():
-            self.pools.update(new_pools(self.spec, self.layout, self.device.empty))
+            self.pools.update(make_pools(self.spec, self.layout, self.device.empty))
 
     def _agree_on_room(self, room: int) -> int:
         """Return the least bytes for pages of all ranks, whose pools are of one size."""

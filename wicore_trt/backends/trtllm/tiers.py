@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from wicore_trt.config import KVSettings
-from wicore_trt.kv.disk.claim import secret_of
+from wicore_trt.kv.disk.claim import derive_secret
 from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.moves import Fetch, Stage
@@ -33,7 +33,7 @@ class BlockTiers:
     def __init__(self, settings: KVSettings, namespace: Namespace, copier: PageCopier) -> None:
         self.lower = open_tiers(settings, namespace, GROUP, copier)
         store = self.lower.store
-        self.secret = secret_of(settings.salt) if settings.salt else store.secret if store is not None else None
+        self.secret = derive_secret(settings.salt) if settings.salt else store.secret if store is not None else None
 
     def has_page(self, page: Page) -> bool:
         """Tell whether some tier has the page, or is getting it."""

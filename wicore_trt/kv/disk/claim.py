@@ -33,7 +33,7 @@ SHARE_WAIT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-def root_directory(files: Files, path: Path) -> Path:
+def find_root(files: Files, path: Path) -> Path:
     """The directory that kv.disk_path names. A link there is followed if this user or root made it, once and for all:
     whoever moves it later moves nothing. NotOursError for another's link."""
     try:
@@ -82,12 +82,12 @@ def lock_directory(files: Files, path: Path) -> int:
         raise
 
 
-def secret_of(salt: str) -> bytes:
+def derive_secret(salt: str) -> bytes:
     """The secret of a server whose setting kv.salt is `salt`."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=SECRET_BYTES, person=b"wicore-kv-owner").digest()
 
 
-def kept_secret(files: Files, path: Path) -> bytes:
+def ensure_secret(files: Files, path: Path) -> bytes:
     """Find the secret in the directory of a disk tier, or that of replicas that were served from it, or draw one. The
     caller holds its lock. OSError when the file system refuses, or the file is not this user's alone."""
     found = read_secret(files, path)
@@ -103,7 +103,7 @@ def share_secret(path: Path, replicas: int) -> None:
     one that has any, or of `path`. Servers that start at once take turns. Raises EnvironmentUnfitError."""
     files = Files()
     try:
-        root = root_directory(files, path)
+        root = find_root(files, path)
         homes = [root / REPLICA_HOME.format(i) for i in range(replicas)]
         for home in homes:
             files.claim_directory(home)
@@ -147,7 +147,7 @@ def list_unused(path: Path, replicas: int) -> list[Path]:
 
 
 def read_secret(files: Files, path: Path) -> bytes | None:
-    """The secret in a directory; None when there is none. OSError as `kept_secret`."""
+    """The secret in a directory; None when there is none. OSError as `ensure_secret`."""
     try:
         found = read_file(files, path / SECRET, SECRET_BYTES + 1)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.errors import EnvironmentUnfitError
-from wicore_trt.kv.disk.claim import NAMESPACE, OURS, check_contents, kept_secret, lock_directory, root_directory
+from wicore_trt.kv.disk.claim import NAMESPACE, OURS, check_contents, ensure_secret, find_root, lock_directory
 from wicore_trt.kv.disk.files import (
     Files,
     aligned_buffer,
@@ -89,7 +89,7 @@ class DiskSpace:
         slab_bytes: int,
         files: Files,
     ) -> None:
-        self._path = path = root_directory(files, path)
+        self._path = path = find_root(files, path)
         self._home = path / namespace.digest.hex()
         self.index_path = self._home / "index"
         self._limit = limit_bytes
@@ -103,7 +103,7 @@ class DiskSpace:
         self._lock_fd = lock_directory(files, path)
         try:
             check_contents(files, path)
-            self.secret = kept_secret(files, path)
+            self.secret = ensure_secret(files, path)
             known = _is_namespace(files, self._home)
             while not known and tree_bytes(files, path) + _FIXED_BYTES > limit_bytes and self._delete_stale():
                 pass

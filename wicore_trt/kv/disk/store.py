@@ -96,7 +96,7 @@ class DiskStore:
             ) from error
         self.num_slots = self._space.num_slots
         self.secret = self._space.secret
-        """The operator's secret as this directory keeps it: `claim.kept_secret`."""
+        """The operator's secret as this directory keeps it: `claim.ensure_secret`."""
         self._slot_bytes = slot_bytes
         # The write that each slot holds; 0 for none. A read is checked against it, so that an older version of a page,
         # left by a write that the disk lost, is not taken for the newest.

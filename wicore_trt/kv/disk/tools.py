@@ -219,7 +219,7 @@ class _TagUnread(PageCipher):
 
 def inspect_directory(path: Path) -> DirectoryReport:
     """Describe a disk tier's directory, also while a server holds it. NotFoundError when there is no disk tier."""
-    homes, files = namespace_homes(path), owned_files(path)
+    homes, files = list_namespaces(path), open_as_owner(path)
     reports = []
     for home in homes:
         try:
@@ -250,7 +250,7 @@ def _describe_namespace(stored: StoredNamespace) -> NamespaceReport:
     return report
 
 
-def namespace_homes(path: Path) -> list[Path]:
+def list_namespaces(path: Path) -> list[Path]:
     """The namespace directories under a path. NotFoundError when it is no disk tier's directory."""
     try:
         names = sorted(name for name in os.listdir(path) if NAMESPACE.fullmatch(name))
@@ -273,7 +273,7 @@ def add_reports(reports: Sequence[VerifyReport | PurgeReport]) -> Any:
     return reduce(lambda a, b: type(a)(*(getattr(a, f.name) + getattr(b, f.name) for f in fields(a))), reports)
 
 
-def owned_files(path: Path) -> Files:
+def open_as_owner(path: Path) -> Files:
     """Make the system for a server's directory: root takes its owner's files, others their own."""
     files = Files()
     if os.geteuid() == 0:
@@ -307,7 +307,7 @@ def verify_directory(
     `cipher` opens none of a namespace's pages (nothing of that namespace is then cleared)."""
     report = VerifyReport()
     with _lock_tier(path) as files:
-        for home in namespace_homes(path):
+        for home in list_namespaces(path):
             try:
                 stored = StoredNamespace(home, files)
             except (ValueError, OSError, EOFError) as error:
@@ -370,7 +370,7 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
     EnvironmentUnfitError when a server holds the directory; NotFoundError for no disk tier or namespace."""
     report = PurgeReport()
     with _lock_tier(path) as files:
-        homes = namespace_homes(path)
+        homes = list_namespaces(path)
         if namespace is not None:
             homes = [home for home in homes if namespace and home.name.startswith(namespace)]
             if len(homes) != 1:
@@ -414,8 +414,8 @@ def _purge_tenant(stored: StoredNamespace, tenant: bytes, report: PurgeReport) -
 @contextmanager
 def _lock_tier(path: Path) -> Iterator[Files]:
     """The directory's lock, so that no server works on it meanwhile."""
-    namespace_homes(path)  # or lock_directory would make a lock file in any directory
-    files = owned_files(path)
+    list_namespaces(path)  # or lock_directory would make a lock file in any directory
+    files = open_as_owner(path)
     try:
         fd = lock_directory(files, path)
     except EnvironmentUnfitError as error:

@@ -23,7 +23,7 @@ _BETTER = 1.01
 _MIN_SIGNAL, _MAX_SIGNALS = 1e-3, 1 << 18
 
 
-def log_score(attention: float, frequency: int, last: int, rate: float) -> float:
+def compute_score(attention: float, frequency: int, last: int, rate: float) -> float:
     """Compute the score's logarithm, without the term that all pages share. Floors measured attention at 0.001."""
     worth = FREQUENCY * math.log(frequency)
     if attention != NEUTRAL_SIGNAL:
@@ -51,7 +51,7 @@ class A2CRPolicy(ChainPolicy):
         self._review_at = self.capacity
 
     def _score_node(self, node: Node) -> float:
-        return log_score(_attention_of(node), node.uses + 1, node.last, self.rate)
+        return compute_score(_attention_of(node), node.uses + 1, node.last, self.rate)
 
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node in path[:seen]:
@@ -99,7 +99,7 @@ class _Shadow:
         if node.key in self._held:
             self.hits += 1
         # The depth breaks ties and makes entries of one page at one time equal, so keys are never compared.
-        entry = (log_score(_attention_of(node), node.uses + 1, now, self.rate), -node.depth)
+        entry = (compute_score(_attention_of(node), node.uses + 1, now, self.rate), -node.depth)
         self._held[node.key] = entry
         heapq.heappush(self._heap, (entry, node.key))
         while len(self._held) > self._size:

@@ -87,7 +87,9 @@ def simulate(
     names, fleet, start = list(capacity), fleet or Fleet(), time.perf_counter()
     if fleet.routing not in ROUTINGS:
         raise ConfigError(f"No routing is called {fleet.routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
-    future = next_uses([request.blocks for request in requests]) if policy == "belady" and fleet.workers == 1 else None
+    future = (
+        find_next_uses([request.blocks for request in requests]) if policy == "belady" and fleet.workers == 1 else None
+    )
     workers, waits = list[_Worker](), list[float]()
     for _ in range(fleet.workers):
         policies = [
@@ -220,7 +222,7 @@ def recompute_cost(depth: int) -> float:
     return 1.0 + (52 * 16_384 * min(position, 1024.0) + 10 * 16_384 * position) / 51.2e9
 
 
-def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
+def find_next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
     """Find, for each page of each request, the index of the next request that contains it."""
     coming: dict[int, int] = {}
     uses: list[list[int]] = [[] for _ in chains]
@@ -233,8 +235,8 @@ def next_uses(chains: Sequence[Sequence[int]]) -> list[list[int]]:
 
 class BeladyPolicy(ChainPolicy):
     """Policy that evicts the page whose next use is farthest: an optimum that no server can have. `future` is
-    `next_uses` of the replayed trace; `touch_chain` is called once per request of it, in order. A page's next use is
-    never later than its child's, so "leaf first" and "farthest first" agree. Hits are optimal but for ties."""
+    `find_next_uses` of the replayed trace; `touch_chain` is called once per request of it, in order. A page's next use
+    is never later than its child's, so "leaf first" and "farthest first" agree. Hits are optimal but for ties."""
 
     def __init__(self, capacity: int, future: list[list[int]]) -> None:
         super().__init__(capacity)

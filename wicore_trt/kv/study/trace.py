@@ -93,5 +93,5 @@ def _request(line: str, where: str, plain: bool) -> TraceRequest:
     return TraceRequest(blocks, tokens, answer, at_s)
 
 
-def unique_blocks(requests: list[TraceRequest]) -> int:
+def count_unique_blocks(requests: list[TraceRequest]) -> int:
     return len({block for request in requests for block in request.blocks})

@@ -58,7 +58,7 @@ Report = Callable[[], object]
 """Call that the engine thread makes about something that happened on another thread."""
 
 
-def piece_slots(slot_bytes: int) -> int:
+def count_piece_slots(slot_bytes: int) -> int:
     """Slots that lie in one piece of memory, which is pinned as a whole."""
     return max(1, PIECE_BYTES // slot_bytes)
 
@@ -75,7 +75,7 @@ class Backing:
         self.working: Callable[[], bool] = lambda: False
         """Whether the engine has work. Any thread asks."""
         self._slab, self._slot_bytes, self._pin = slab, slot_bytes, pin
-        self._piece = piece_slots(slot_bytes) * slot_bytes
+        self._piece = count_piece_slots(slot_bytes) * slot_bytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(slab))
         self._madvise: Any = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -154,7 +154,7 @@ class Backing:
         self._madvise(self._address + begin, count, advice)
 
 
-def slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+def find_slot_geometry(page_bytes: Mapping[str, int]) -> tuple[int, dict[str, int]]:
     """Bytes of a slot and the slots that a page of each group takes. A slot is the smallest page or an equal part of
     it, rounded up to 4,096 bytes: the largest such that no group's page wastes more than MAX_WASTE of its bytes by
     rounding up to slots; failing that, the one that wastes least."""
@@ -179,15 +179,15 @@ class CodedGeometry(NamedTuple):
     page_bytes: dict[str, int]
 
 
-def coded_geometry(raw_bytes: Mapping[str, int], coded_bytes: Mapping[str, int]) -> CodedGeometry:
+def find_coded_geometry(raw_bytes: Mapping[str, int], coded_bytes: Mapping[str, int]) -> CodedGeometry:
     """Find the slots of pages of `raw_bytes`, whose code takes `coded_bytes` where the group has one. The number of a
     page's slots tells whether it is coded, so a code that saves no slot is left out."""
     page_bytes = dict(raw_bytes) | dict(coded_bytes)
-    slot_bytes, slots = slot_geometry(page_bytes)
+    slot_bytes, slots = find_slot_geometry(page_bytes)
     raw_slots = {group: div_ceil(count, slot_bytes) for group, count in raw_bytes.items()}
     useless = [group for group in coded_bytes if raw_slots[group] == slots[group]]
     if useless:
-        return coded_geometry(raw_bytes, {g: n for g, n in coded_bytes.items() if g not in useless})
+        return find_coded_geometry(raw_bytes, {g: n for g, n in coded_bytes.items() if g not in useless})
     return CodedGeometry(slot_bytes, slots, raw_slots, page_bytes)
 
 
@@ -209,7 +209,7 @@ class HostTier:
         self.slot_bytes = slot_bytes
         self._slab = slab
         self.page_bytes, self.raw_bytes = page_bytes, raw_bytes or page_bytes
-        self._piece = piece_slots(slot_bytes)
+        self._piece = count_piece_slots(slot_bytes)
 
     def bytes_of(self, copy: TierCopy) -> int:
         """Count the bytes that a host copy has of its page: of its code, unless it takes more slots than that."""

@@ -18,7 +18,7 @@ from wicore_trt.kv.disk.format import Namespace
 from wicore_trt.kv.disk.store import DISK_THREADS, DISK_TIMEOUT_S, QUEUE_LIMIT, DiskStore
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.policy.by_name import make_policy
-from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, coded_geometry
+from wicore_trt.kv.tiers.host import Backing, HostTier, Movers, find_coded_geometry
 from wicore_trt.kv.tiers.index import TierIndex
 from wicore_trt.kv.tiers.moves import TierCopy
 from wicore_trt.kv.tiers.tiers import LowerTiers
@@ -43,7 +43,7 @@ def open_tiers(
     makes the disk's system calls. Raises ConfigError for sizes that hold no page or more than this machine has;
     also for a code that the engine lacks. Raises EnvironmentUnfitError for a disk directory that cannot be used."""
     coded, raw_bytes = copier.coded_bytes if settings.compression != "none" else {}, dict(namespace.layout)
-    slot_bytes, slots_per_page, raw_slots, page_bytes = coded_geometry(raw_bytes, coded)
+    slot_bytes, slots_per_page, raw_slots, page_bytes = find_coded_geometry(raw_bytes, coded)
     if slots_per_page != raw_slots:
         namespace = replace(namespace, code=FORMAT)
     elif settings.compression == "lossless":
