@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from os import _exit
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,9 @@ def killed_after(seconds: float, work: Callable[[], object]) -> bool:
     if not child:
         try:
             work()
-            os._exit(0)
+            _exit(0)
         finally:
-            os._exit(1)
+            _exit(1)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
