@@ -161,6 +161,7 @@ def main() -> None:
         "kv.device_bytes": given.kv_bytes, "kv.host_bytes": "64MiB", "scheduler.max_context": given.context,
         "scheduler.max_sequences": 32,
     }  # fmt: skip
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # else a kernel's first use, at any time, loads up to 66 MiB of code
     loaded = load_engine(load_settings(overrides=flags))
     core: Any = loaded.core
     pids = [os.getpid(), *(process.pid for process in core.executor._group.processes)]  # noqa: SLF001
