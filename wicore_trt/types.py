@@ -8,7 +8,7 @@ caller's thread, so later code checks only what depends on the engine.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ MIN_TEMPERATURE = 1e-6
 """Least temperature that is not greedy: below it, logits divided by it leave the range of float32."""
 MAX_REQUEST_ID = 128
 CONTENT_DIGEST_BYTES = 32
+Clock = Callable[[], float]
+"""Gives seconds, and never goes back."""
 if TYPE_CHECKING:
     Bytes = bytes | memoryview
 else:

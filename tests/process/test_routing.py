@@ -18,8 +18,15 @@ from wicore_trt.core.port import EnginePort
 from wicore_trt.errors import QueueFullError, UnavailableError
 from wicore_trt.kv.disk.claim import share_secret
 from wicore_trt.kv.disk.tools import PurgeReport, add_reports, list_tiers
-from wicore_trt.link.replicas import Replicas, add_figures
-from wicore_trt.link.routing import RUNNING_TOKENS, WAITING_TOKENS, PrefixMemory, choose_replica, weigh_load
+from wicore_trt.link.replicas import (
+    RUNNING_TOKENS,
+    WAITING_TOKENS,
+    PrefixMemory,
+    Replicas,
+    add_figures,
+    choose_replica,
+    weigh_load,
+)
 from wicore_trt.process.replicas import divide_gpus, divide_settings, find_gpus
 from wicore_trt.types import (
     ContentSpan,

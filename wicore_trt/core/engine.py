@@ -17,7 +17,6 @@ from functools import partial
 from operator import attrgetter
 
 from wicore_trt.core.encodings import Encodings
-from wicore_trt.core.engine_stats import read_engine_stats
 from wicore_trt.core.loop import Core
 from wicore_trt.core.request_checks import check_images, check_tokens, derive_seed, list_stop_ids
 from wicore_trt.core.times import STEP_TOKENS, Histogram
@@ -34,7 +33,19 @@ from wicore_trt.schedule.queue import Outlook
 from wicore_trt.schedule.scheduler import Scheduler
 from wicore_trt.schedule.sequence import Sequence, SequenceState, StepSchedule
 from wicore_trt.schedule.step_time import StepLoad, sum_load
-from wicore_trt.types import CacheStore, EngineStats, FinishReason, GenerateRequest, TokenLogprob, TokenOutput, Usage
+from wicore_trt.types import (
+    CacheStore,
+    Clock,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    KVStats,
+    PoolStats,
+    TierStats,
+    TokenLogprob,
+    TokenOutput,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +86,7 @@ class EngineCore(Core):
         *,
         eos_ids: tuple[int, ...],
         max_context: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(eos_ids, max_context, clock)
@@ -534,7 +545,40 @@ class EngineCore(Core):
                 self.executor.close()
 
     def defer_stats(self) -> Callable[[], EngineStats]:
-        scheduler, times = self.scheduler, (self.clock() - self._started, self._step_seconds)
+        scheduler, layout, counts = self.scheduler, self.executor.layout, dict(self._counts)
+        manager, loader, finished = scheduler.manager, scheduler.loader, dict(self._finished)
+        uptime_s, step_seconds = self.clock() - self._started, self._step_seconds
         running = len([s for s in scheduler.running if s.finish_reason is None])
-        found = (self._counts, self._finished, times, running, self._step_tokens)
-        return read_engine_stats(scheduler, self.executor.layout, *found)
+        pools = [
+            (name, pool.num_pages, pool.used_slots, pool.cached_slots, pool.evictions)
+            for name, pool in manager.pools.items()
+        ]
+        waiting, preemptions, hit_tokens = len(scheduler.waiting), scheduler.preemptions, manager.hit_tokens
+        tiers = manager.tiers.collect_stats() if manager.tiers is not None else ()
+        decisions = dict(loader.decisions) if loader is not None else {}
+        parked, resumed = (loader.parking.parked, loader.parking.resumed) if loader is not None else (0, 0)
+        events, step_tokens = manager.events.sequence, (*self._step_tokens.counts, int(self._step_tokens.total))
+
+        def make_stats() -> EngineStats:
+            held = [(used + cached, used, layout.page_bytes[name]) for name, _, used, cached, _ in pools]
+            used_bytes = sum(pages * size for pages, _, size in held)
+            device = TierStats(
+                tier="device",
+                capacity_bytes=layout.memory_bytes,
+                used_bytes=used_bytes,
+                raw_bytes=used_bytes,
+                pinned_bytes=sum(used * size for _, used, size in held),
+                pages={name: used + cached for name, _, used, cached, _ in pools},
+                hit_tokens=hit_tokens,
+                evictions={"capacity": sum(evictions for *_, evictions in pools)},
+            )
+            return EngineStats(
+                uptime_s=uptime_s, requests_running=running, requests_waiting=waiting, requests_finished=finished,
+                prompt_tokens=counts.get("prompt", 0), cached_prompt_tokens=counts.get("cached", 0),
+                generated_tokens=counts.get("generated", 0), steps=counts.get("steps", 0), step_seconds=step_seconds,
+                step_tokens=step_tokens, preemptions=preemptions,
+                pools=tuple(PoolStats(*pool[:4], layout.page_bytes[pool[0]]) for pool in pools),
+                kv=KVStats((device, *tiers), decisions, parked, resumed, events),
+            )  # fmt: skip
+
+        return make_stats

@@ -24,7 +24,7 @@ from wicore_trt.core.shares import has_room
 from wicore_trt.errors import EngineDeadError, InvalidRequestError, QueueFullError, UnavailableError, WicoreError
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.schedule.queue import AGEING_S, Newcomers, Outlook
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
+from wicore_trt.types import Clock, EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Core(ABC):
     output tokens. Single-threaded, except for `validate_request`, `prepare_request` and the KV events. Invariant: every
     added sequence ends with exactly one output that carries a finish reason."""
 
-    def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Callable[[], float]) -> None:
+    def __init__(self, eos_ids: tuple[int, ...], max_context: int, clock: Clock) -> None:
         self.eos_ids, self.max_context = eos_ids, max_context
         self.clock, self._started = clock, clock()
         self.sequences: dict[str, dict[int, Any]] = {}

@@ -21,7 +21,7 @@ from wicore_trt.errors import EnvironmentUnfitError, InvalidRequestError, Wicore
 from wicore_trt.kv.events import EventFeed
 from wicore_trt.runtime.executor import RequestExecutor
 from wicore_trt.schedule.queue import Outlook, WaitingQueue
-from wicore_trt.types import EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
+from wicore_trt.types import Clock, EngineStats, FinishReason, GenerateRequest, TokenOutput, Usage
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,7 @@ class RequestSequence:
 
 class RequestCore(Core):
     def __init__(
-        self,
-        executor: RequestExecutor,
-        *,
-        eos_ids: tuple[int, ...],
-        max_context: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, executor: RequestExecutor, *, eos_ids: tuple[int, ...], max_context: int, clock: Clock = time.monotonic
     ) -> None:
         super().__init__(eos_ids, max_context, clock)
         self.executor = executor

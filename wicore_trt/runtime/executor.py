@@ -59,6 +59,8 @@ class KVLayout:
         return found
 
 
+Parts = Sequence[memoryview]
+"""Host buffers of a page, in order."""
 Done = Callable[[bytes | None, float], None]
 """Called by a page copier when a copy is over, with the digest of the page's bytes on the device (16 bytes, before they
 left or after they came) and the seconds of the copy itself, without waiting. A coded page has the digest of its code,
@@ -88,19 +90,15 @@ class PageCopier(Protocol):
         """Lock host memory for faster copies while the copier lives. Any thread. Returns True if it is backed now."""
         ...
 
-    def to_host(
-        self, group: str, slot: int, parts: Sequence[memoryview], done: Done, /, *, settled: bool = False
-    ) -> None: ...
+    def to_host(self, group: str, slot: int, parts: Parts, done: Done, /, *, settled: bool = False) -> None: ...
 
-    def to_device(
-        self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn, /
-    ) -> None: ...
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Parts], done: CameIn, /) -> None: ...
 
     def flush(self) -> None:
         """Begin the copies asked for so far; else they begin in batches, at the latest before the next step."""
         ...
 
-    def digest(self, parts: Sequence[memoryview], /) -> bytes:
+    def digest(self, parts: Parts, /) -> bytes:
         """Compute the digest of a page in host memory. Parts but the last are multiples of 4,096 bytes. Any thread."""
         ...
 

@@ -39,7 +39,7 @@ from wicore_trt.plugins.code_layout import HEADER_BYTES, SEAL_BYTES, SEAL_KEY, P
 from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.cuda_coder import PLACES, CodeKernels, CudaCoder, place_bytes
 from wicore_trt.runtime.cuda_lanes import CudaDigests, CudaEvent, CudaHostMemory, CudaLane, host_address
-from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
+from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier, Parts
 from wicore_trt.runtime.page_digest import KEY_BYTES, PageDigest
 
 SlotKey = tuple[str, int]  # layer group and slot
@@ -125,7 +125,7 @@ class TorchPageCopier:
     def pin(self, memory: memoryview) -> bool:
         return False
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
+    def to_host(self, group: str, slot: int, parts: Parts, done: Done, *, settled: bool = False) -> None:
         begun = time.perf_counter()
         for piece, part in self._cut_pieces(group, slot, parts):
             if isinstance(piece, torch.Tensor):
@@ -134,7 +134,7 @@ class TorchPageCopier:
                 np.frombuffer(part, np.uint8)[:] = piece
         done(None, time.perf_counter() - begun)
 
-    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Parts], done: CameIn) -> None:
         begun = time.perf_counter()
         for slot, parts in zip(slots, pages, strict=True):
             for piece, part in self._cut_pieces(group, slot, parts):
@@ -144,7 +144,7 @@ class TorchPageCopier:
                     piece[:] = np.frombuffer(part, np.uint8)
         done([None] * len(slots), time.perf_counter() - begun)
 
-    def _cut_pieces(self, group: str, slot: int, parts: Sequence[memoryview]) -> Iterator[tuple[Any, memoryview]]:
+    def _cut_pieces(self, group: str, slot: int, parts: Parts) -> Iterator[tuple[Any, memoryview]]:
         page, offset = self._pages[group][slot], 0
         for part in parts:
             yield page[offset : offset + len(part)], part
@@ -170,7 +170,7 @@ class _Copies:
     count: int
     keys: list[SlotKey]
     shared: set[SlotKey]
-    parts: Sequence[Sequence[memoryview]]
+    parts: Sequence[Parts]
     done: CameIn
     code: PageCode | None = None
     staged: list[int] = field(default_factory=list)
@@ -228,13 +228,13 @@ class StreamPageCopier:
         self._pinned.add(host_address(memory))
         return self._memory.pin(memory)
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
+    def to_host(self, group: str, slot: int, parts: Parts, done: Done, *, settled: bool = False) -> None:
         code = self._find_code(group, parts)
         self._find_room(self._leaving, code)
         copies = self._make_copies(group, [slot], [parts], lambda digests, seconds: done(digests[0], seconds), code)
         self._add_copies(self._leaving, copies, settled=settled)
 
-    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Parts], done: CameIn) -> None:
         begun = 0
         while begun < len(slots):
             code, end = self._find_code(group, pages[begun]), begun + 1
@@ -274,7 +274,7 @@ class StreamPageCopier:
             self._memory.unpin_all()
             self._pools = {}
 
-    def _find_code(self, group: str, parts: Sequence[memoryview]) -> PageCode | None:
+    def _find_code(self, group: str, parts: Parts) -> PageCode | None:
         """Find by which code a page lies in these buffers; None: it is raw."""
         code = self._codes.get(group)
         return code if code is not None and sum([part.nbytes for part in parts]) == code.coded_bytes else None
@@ -290,12 +290,7 @@ class StreamPageCopier:
         return min(BATCH - asked.pages, room)
 
     def _make_copies(
-        self,
-        group: str,
-        slots: Sequence[int],
-        pages: Sequence[Sequence[memoryview]],
-        done: CameIn,
-        code: PageCode | None,
+        self, group: str, slots: Sequence[int], pages: Sequence[Parts], done: CameIn, code: PageCode | None
     ) -> _Copies:
         """Make the pages of one call; copies that were asked for and share a byte with them begin first."""
         (base, count), sharing = self._places[group], self._sharing

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from wicore_trt.errors import RankError
 from wicore_trt.runtime.cuda_lanes import host_address
-from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier
+from wicore_trt.runtime.executor import UNFIT, CameIn, Done, PageCopier, Parts
 from wicore_trt.runtime.page_digest import CHUNK_BYTES, KEY_BYTES, PageDigest
 
 GLANCE_S = 0.25
@@ -97,20 +97,20 @@ class RankedCopier:
                 return False
         return backed
 
-    def digest(self, parts: Sequence[memoryview]) -> bytes:
+    def digest(self, parts: Parts) -> bytes:
         if not self.checks:
             return self._digest.compute_digest(parts)
         count = self.group.count
         return _join_digests([self.local.digest(cut_part(parts, rank, count)) for rank in range(count)])
 
-    def to_host(self, group: str, slot: int, parts: Sequence[memoryview], done: Done, *, settled: bool = False) -> None:
+    def to_host(self, group: str, slot: int, parts: Parts, done: Done, *, settled: bool = False) -> None:
         call = self._begin_call(1, lambda digests, seconds: done(digests[0], seconds))
         self._asked.append(("out", call, group, slot, self._find_places(parts), settled))
         end = partial(self._end_part, call, 0)
         own = cut_part(parts, 0, self.group.count)
         self.local.to_host(group, slot, own, lambda digest, seconds: end([digest], seconds), settled=settled)
 
-    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Sequence[memoryview]], done: CameIn) -> None:
+    def to_device(self, group: str, slots: Sequence[int], pages: Sequence[Parts], done: CameIn) -> None:
         call = self._begin_call(len(slots), done)
         self._asked.append(("in", call, group, list(slots), list(map(self._find_places, pages))))
         own = [cut_part(parts, 0, self.group.count) for parts in pages]
@@ -154,14 +154,14 @@ class RankedCopier:
     def _break_copies(self, error: RankError) -> None:
         self.broken = error
 
-    def _find_places(self, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
+    def _find_places(self, parts: Parts) -> list[tuple[int, int]]:
         """Find (offset, bytes) of buffers in the shared memory."""
         places = [(host_address(part) - self._address, len(part)) for part in parts]
         assert all(at >= 0 and at + size <= len(self._slab) for at, size in places), "a page lies in shared memory"
         return places
 
 
-def cut_part(parts: Sequence[memoryview], rank: int, ranks: int) -> list[memoryview]:
+def cut_part(parts: Parts, rank: int, ranks: int) -> list[memoryview]:
     """Cut a rank's part out of the buffers of a page."""
     each, at, found = sum(map(len, parts)) // ranks, 0, list[memoryview]()
     for part in parts:

@@ -41,7 +41,8 @@ DETAILS = "grpc-status-details-bin"
 """Metadata in which clients of all languages look for the google.rpc.Status."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler | None"
-Run: TypeAlias = "Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]"
+Context: TypeAlias = grpc.aio.ServicerContext
+Run: TypeAlias = "Callable[[AsyncIterator[bytes], Context], Awaitable[None]]"
 
 
 INTERNAL = "Internal error; the server's log has it as {}."
@@ -76,7 +77,7 @@ def make_status(error: WicoreError, call_id: str) -> status_pb2.Status:
     return status
 
 
-async def abort_call(context: grpc.aio.ServicerContext, error: WicoreError, call_id: str) -> None:
+async def abort_call(context: Context, error: WicoreError, call_id: str) -> None:
     """End the call with the error's status, and its id. Raises CancelledError when the client has left already."""
     status = make_status(error, call_id)
     metadata = ((DETAILS, status.SerializeToString()), (REQUEST_ID_HEADER, call_id))
@@ -101,7 +102,7 @@ class CallReply:
     """Answer to one call: the call's id in initial metadata, then messages. The metadata is sent with the first
     message, as it costs a write of its own; a refused call has the id in its status."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, call_id: str) -> None:
+    def __init__(self, context: Context, call_id: str) -> None:
         self._context, self._call_id = context, call_id
         self._begun = False
 
@@ -174,16 +175,14 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
     def _refuse_call(self, call: Call, why: str, error: WicoreError) -> grpc.RpcMethodHandler:
-        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(_: object, context: Context) -> None:
             CURRENT.set(call)
             self._refused(f"refused a call {why}", peer=context.peer())
             await abort_call(context, error, call.call_id)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    async def _answer_own(
-        self, handler: grpc.RpcMethodHandler, call: Call, _: object, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _answer_own(self, handler: grpc.RpcMethodHandler, call: Call, _: object, context: Context) -> None:
         CURRENT.set(call)
         call.facts["peer"] = context.peer()
         if call.who.tenant:
@@ -216,9 +215,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             write_access_line(call, code, generates=call.method == "Generate")
             self._counts.grpc[call.method, code] += 1
 
-    async def _answer_health(
-        self, handler: grpc.RpcMethodHandler, _: object, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _answer_health(self, handler: grpc.RpcMethodHandler, _: object, context: Context) -> None:
         """Answer a health check or watch. Anybody may call, so places go by the caller's address."""
         host = find_host(context.peer())
         with self._checks.hold_place(host):
@@ -230,11 +227,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             await handler.unary_stream(request, context)
 
     async def _answer_foreign(
-        self,
-        handler: grpc.RpcMethodHandler,
-        who: Identity,
-        requests: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext,
+        self, handler: grpc.RpcMethodHandler, who: Identity, requests: AsyncIterator[bytes], context: Context
     ) -> None:
         """Answer a stream of another service, which is reflection: it takes a place, and ends when it falls silent."""
         with self._calls.hold_place(who.tenant):
@@ -243,7 +236,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await context.write(response)
 
 
-async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+async def run_foreign_call(run: Run, requests: AsyncIterator[bytes], context: Context) -> None:
     try:
         await run(requests, context)
     except WicoreError as error:

@@ -65,28 +65,20 @@ class PageCipher:
         return nonce + seal.tag, ciphertext
 
     def open(
-        self,
-        page: Page,
-        part: int,
-        parts: int,
-        write_id: int,
-        header: bytes,
-        sealed: bytes,
-        ciphertext: memoryview,
-        out: memoryview,
+        self, page: Page, part: int, parts: int, write_id: int, header: bytes, sealed: bytes, data: memoryview
     ) -> None:
-        """Decrypt into `out` (as long as `ciphertext`; may be the same memory). `sealed` is what `seal` returned first.
-        ValueError when anything differs from what was sealed; `out` then holds bytes that mean nothing."""
-        if len(sealed) != self.overhead_bytes or len(out) != len(ciphertext):
-            raise ValueError("nonce, tag or buffer has the wrong length")
+        """Decrypt `data` in place. `sealed` is what `seal` returned first. ValueError when anything differs from what
+        was sealed; `data` then means nothing."""
+        if len(sealed) != self.overhead_bytes:
+            raise ValueError("nonce and tag have the wrong length")
         key, iv = self._tenant_key(page.tenant).part_key(sealed[:NONCE_BYTES])
         unseal = Cipher(algorithms.AES(key), modes.GCM(iv, sealed[NONCE_BYTES:])).decryptor()
         unseal.authenticate_additional_data(_bind_part(page, part, parts, write_id, header))
-        head = max(0, len(out) - _BLOCK)
-        tail = bytes(ciphertext[head:])
+        head = max(0, len(data) - _BLOCK)
+        tail = bytes(data[head:])
         if head:
-            unseal.update_into(ciphertext[:head], out)
-        out[head:] = unseal.update(tail)
+            unseal.update_into(data[:head], data)
+        data[head:] = unseal.update(tail)
         try:
             unseal.finalize()
         except InvalidTag:

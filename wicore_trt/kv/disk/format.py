@@ -155,7 +155,7 @@ class SlotFormat:
         if self._cipher is not None:
             sealed = sealed[: self._cipher.overhead_bytes]
             try:
-                self._cipher.open(page, part, parts, write_id, identity, sealed, payload, payload)
+                self._cipher.open(page, part, parts, write_id, identity, sealed, payload)
             except ValueError as error:
                 raise CorruptSlotError(str(error)) from error
 
@@ -181,7 +181,7 @@ class SlotFormat:
             return bytes(stored[SEALED_BYTES:])
         sealed, room = bytes(stored[: self._cipher.overhead_bytes]), memoryview(bytearray(stored[SEALED_BYTES:]))
         try:
-            self._cipher.open(page, 0, parts, write_id, _TOKENS_BOUND, sealed, room, room)
+            self._cipher.open(page, 0, parts, write_id, _TOKENS_BOUND, sealed, room)
         except ValueError:
             return b""
         return bytes(room)

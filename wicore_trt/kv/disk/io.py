@@ -85,6 +85,7 @@ class PageMove(Struct, eq=False):
 
 Run = Callable[["DiskOperation"], Outcome | None]
 Told = Callable[[Outcome], None]
+Call = Callable[[], None]
 
 
 class DiskOperation:
@@ -134,14 +135,7 @@ class IoPool:
     the interpreter take turns, which costs more than to begin."""
 
     def __init__(
-        self,
-        threads: int,
-        queue_limit: int,
-        timeout_s: float,
-        chore: Callable[[], None],
-        end: Callable[[], None],
-        *,
-        elsewhere: bool = False,
+        self, threads: int, queue_limit: int, timeout_s: float, chore: Call, end: Call, *, elsewhere: bool = False
     ) -> None:
         self._limit = queue_limit
         self._timeout_s = timeout_s

@@ -18,6 +18,7 @@ from wicore_trt.kv.disk.space import DiskSpace
 
 Fault = CorruptSlotError | EOFError | OSError
 """Why a page was not moved."""
+Buffers = Sequence[memoryview]
 Landed = Callable[[PageMove, Fault | None, bytes], None]
 """Called at the end of a move with the digest that its probe took; notes its outcome."""
 
@@ -70,13 +71,7 @@ class PageMover:
             self._format.open(block, move.page, part, len(move.slots), slot, move.write_id, data)
         return move.take_digest() if self._format.encrypts else digest
 
-    def _move_runs(
-        self,
-        call: Callable[..., int],
-        slots: Sequence[int],
-        blocks: Sequence[memoryview],
-        parts: Sequence[memoryview],
-    ) -> None:
+    def _move_runs(self, call: Callable[..., int], slots: Sequence[int], blocks: Buffers, parts: Buffers) -> None:
         for first, last in find_runs(slots, self._space.slab_slots):
             iov = [buffer for part in range(first, last) for buffer in (blocks[part], parts[part])]
             fd, offset = self._space.locate_slot(slots[first])

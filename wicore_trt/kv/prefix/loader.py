@@ -28,6 +28,7 @@ from wicore_trt.kv.sequence_pages import PrefixHit, SequencePages
 from wicore_trt.kv.tiers.load import LoadItem, PrefixLoad
 from wicore_trt.kv.tiers.tiers import LowerTiers
 from wicore_trt.model.spec import GLOBAL, LOCAL
+from wicore_trt.types import Clock
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,7 @@ class PrefixLoader:
     """Loader of prefixes. `page_bytes` by layer group; `clock` gives seconds."""
 
     def __init__(
-        self,
-        manager: KVCacheManager,
-        tiers: LowerTiers,
-        page_bytes: dict[str, int],
-        clock: Callable[[], float] = time.monotonic,
+        self, manager: KVCacheManager, tiers: LowerTiers, page_bytes: dict[str, int], clock: Clock = time.monotonic
     ) -> None:
         self.tiers = tiers
         self.decisions: Counter[str] = Counter()

@@ -54,6 +54,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 ALIGNMENT = 4096
 MAX_WASTE = 0.02
 MAX_PARTS = 8
+Sizes = Mapping[str, int]
+"""Bytes by layer group."""
 Report = Callable[[], object]
 """Call that the engine thread makes about something that happened on another thread."""
 
@@ -197,12 +199,7 @@ class HostTier:
     """
 
     def __init__(
-        self,
-        index: TierIndex,
-        slab: memoryview,
-        slot_bytes: int,
-        page_bytes: Mapping[str, int],
-        raw_bytes: Mapping[str, int] | None = None,
+        self, index: TierIndex, slab: memoryview, slot_bytes: int, page_bytes: Sizes, raw_bytes: Sizes | None = None
     ) -> None:
         assert len(slab) >= index.num_slots * slot_bytes
         self.index = index

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from wicore_trt.kv.tiers.index import TierIndex
-from wicore_trt.types import CacheHints, CachePriority
+from wicore_trt.types import CacheHints, CachePriority, Clock
 
 SessionName = tuple[bytes, str | bytes]
 """Scope (`TenantNames.scope`) and session; for a request of high priority without one, the last key of its chain."""
@@ -28,7 +28,7 @@ class Retention:
     goes back. `stamped(key, left)` hears of each key whose time is over in `left` seconds from now on, or never (None):
     the disk tier writes it down. A restart forgets sessions; `restore_end` brings times to live back."""
 
-    def __init__(self, pin_s: float, clock: Callable[[], float], *, max_keys: int = _MAX_KEYS) -> None:
+    def __init__(self, pin_s: float, clock: Clock, *, max_keys: int = _MAX_KEYS) -> None:
         self._pin_s = pin_s
         self.clock = clock
         self._max_keys = max_keys
