@@ -1,6 +1,6 @@
 """Bounds on how long requests wait and run, and the refusal of a request that would wait too long.
 
-Times are seconds, stamps of the engine's clock. Invariant (I16): a refusal says when to ask again.
+Times are seconds of the engine's clock. Must not know requests. Invariant (I16): a refusal says when to ask again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Histograms of request times, which a front fills as it delivers.
 
-Invariant: an observation costs less than a microsecond, so that every output of every sequence can be observed.
+Must not know who reads them. Invariant: an observation costs less than a microsecond, as each output makes some.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def _cut_batch(place: _Place, cause: str | None, items: list[Any]) -> Iterator[_
 
 
 class EventFeed:
-    """Feed of events about some pages, with its own numbers and epoch, and the pages that they make. For any thread. It
-    keeps a bounded tail: the kept events name at most `limit` pages together. A reader that fell behind the tail takes
-    a snapshot. `pages`, by tier and group, are those before the first event."""
+    """Feed of events about some pages, with its own numbers and epoch, and the pages that they make. For any thread.
+    The kept events name at most `limit` pages together; a reader that fell behind takes a snapshot. `pages`, by tier
+    and group, are those before the first event."""
 
     def __init__(self, limit: int, pages: Mapping[tuple[str, str], dict[bytes, Page]] | None = None) -> None:
         self.epoch = 1 + secrets.randbelow(2**64 - 1)  # 0 is left to mean "none seen"

@@ -383,9 +383,8 @@ class KVCacheManager:
 
     def condemn_pages(self, pages: SequencePages) -> None:
         """Forget the pages of a sequence whose step had logits that are not finite: any page that it read may be why.
-        No tier keeps them, nor the device a page that no other step has vouched for: one of those may have been
-        computed from them, by a request that was cut short. Sequences that share them go on, but publish nothing until
-        a step of theirs has finite logits, and give up their loads."""
+        No tier keeps them, nor the device a page that no other step has vouched for, which may be computed from them.
+        Sequences that share them publish nothing until a step of theirs has finite logits, and give up their loads."""
         self.failures += 1
         for group, pool in self.pools.items():
             doubtful = {p.key for p, trusted in zip(pool.page_of, pool.trusted, strict=True) if p and not trusted}

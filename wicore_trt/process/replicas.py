@@ -34,8 +34,7 @@ def divide_settings(settings: Settings, replica: int) -> Settings:
 
 
 def find_gpus(device: str, replicas: int, each: int) -> Sequence[str]:
-    """Find the GPUs of replicas, `each` for one; none for one and on a CPU. Raises EnvironmentUnfitError for too
-    few."""
+    """Find the GPUs of replicas, `each` for one; none for one or on a CPU. Raises EnvironmentUnfitError."""
     given = os.environ.get(GPUS)
     if given is None:
         found = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]

@@ -1,7 +1,6 @@
 """Codes KV pages on a GPU for the page copier, by the kernels of `plugins.kernels.page_code`.
 
-Must not know slots or tiers. Invariant: work runs in the order of its lane, so a batch finds its own codes in the
-staging.
+Must not know slots or tiers. Invariant: work runs in the order of its lane, so the staging has a batch's own codes.
 """
 
 from __future__ import annotations

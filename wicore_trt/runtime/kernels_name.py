@@ -1,7 +1,7 @@
 """Name of what computes KV values: plain text for people, and a digest of everything that the values depend on.
 
 Page keys and the disk tier's namespace contain it, so pages of a wrong kernel are not found once it is mended.
-Invariant (I1): equal names mean equal sources, libraries and `parts`. Equal installations share pages.
+Must not know which kernels exist. Invariant (I1): equal names mean equal sources, libraries and `parts`.
 """
 
 from __future__ import annotations

@@ -18,11 +18,10 @@ class ExecutorOptions:
     "torch", or "auto": native on a CPU when the library was built and covers the engine. `threads`: CPU threads of a
     step, 0 for PyTorch's choice. `kv_pages` sets each layer group's pages; otherwise `kv_bytes` is divided between the
     groups. With neither, backend triton takes the memory left, up to `kv_fraction` of the GPU, others DEFAULT_KV_BYTES.
-    `batch_invariant`: kernels do not change with the size of a step; only backend triton has a choice. `loads`:
-    prefixes will be loaded from lower tiers, which takes KV pages of its own. `code_pages`: the copier codes pages, if
-    the engine can. `image_slots`: images whose features are
-    kept, of 256 tokens each for a published model. `compare_ranks` ends an engine of several ranks that have different
-    rows behind the last layer, or chose different tokens. Without `peer_access` GPUs exchange through host memory."""
+    `batch_invariant`: kernels do not change with the size of a step (backend triton). `loads`: prefixes will be loaded
+    from lower tiers, which takes KV pages. `code_pages`: the copier codes pages, if the engine can. `image_slots`:
+    images whose features are kept. `compare_ranks` ends an engine of several ranks that have different rows behind the
+    last layer, or chose different tokens. Without `peer_access` GPUs exchange through host memory."""
 
     device: str = "auto"
     kernels: str = "auto"

@@ -8,14 +8,13 @@ of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the ord
 - a step that writes a slot starts after copies of that slot (`begin_step`). Reading needs no wait: nobody uses a page
   on its way to the device before `done`, and a copy to the host only reads;
 - where layer groups share memory, copies of a slot are copies of all slots that share a byte (`overlapping`);
-- a thread for each direction puts batches on the device, in the order of calls: a driver whose queue is full (1,024
-  copies) makes its caller wait, which must not be the engine's thread;
+- a thread for each direction puts batches on the device, in order, as a driver whose queue is full makes it wait;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
 - digests are of the page's bytes on the device: before a copy to the host, after a copy to the device;
 - a coded page passes through staging memory of its direction, which one batch uses after the other. Its digest is that
   of the code there. Its code ends with a seal, the digest of the page, which what was decoded must have;
-- digests of pages on their way to the device, and decoding, have a lane behind that of the copies, which go on
-  meanwhile: the bus never waits for kernels. A lane always waits for an event, never for the order of another.
+- digests of pages on their way to the device, and decoding, have a lane behind that of the copies: the bus never
+  waits for kernels. A lane always waits for an event, never for the order of another.
 """
 
 from __future__ import annotations

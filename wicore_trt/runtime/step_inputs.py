@@ -80,7 +80,7 @@ class StepInputs:
 
 
 def page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
-    """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages, which must be in the pool, else
+    """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages, all in the pool, else
     ABSENT."""
     lengths = np.array([len(table) for table in tables])
     if (lengths != used).any():  # some were reserved ahead

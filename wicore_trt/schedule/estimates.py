@@ -1,6 +1,6 @@
 """Estimate how long prompts take: alone, beside running sequences, and beside a slow load from disk.
 
-Decides nothing. Invariant: a newcomer's share and delay count all that is computed before or beside it, and no more.
+Must not decide. Invariant: a newcomer's share and delay count all that is computed before or beside it, and no more.
 """
 
 from __future__ import annotations

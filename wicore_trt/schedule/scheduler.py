@@ -42,10 +42,9 @@ class Scheduler:
     """Continuous batching with chunked prefill over a KVCacheManager.
 
     Sequences that decode go first. Prompts, running and waiting, share what the step's tokens and time leave
-    (`step_time.Budget`): tenants in turn, each in the order of the queue. So a short prompt passes a long one, and the
-    first one advances in every step. When pages run out, the sequence that would be admitted last is preempted, and
-    parked if there is host memory. When a waiting tenant has at least two places fewer than another, so is the other's
-    newest sequence. A sequence with a load idles, or computes from the front.
+    (`step_time.Budget`): tenants in turn, each in the order of the queue. When pages run out, the sequence that would
+    be admitted last is preempted, and parked if there is host memory. When a waiting tenant has at least two places
+    fewer than another, so is the other's newest sequence. A sequence with a load idles, or computes from the front.
 
     `max_batch_tokens` bounds a step's tokens, `max_sequences` the sequences that hold pages. `loader` loads prefixes
     from lower tiers. Without `step_time`, time limits no step. With fewer than `slice_tokens` a step gets no shorter,

@@ -58,8 +58,8 @@ class StepTime:
     """Estimates of step times in seconds.
 
     The formula is a roofline with a round corner. `weights` are read once a step. The arithmetic of computed tokens (c
-    each) hides behind that, or that behind it; where they are equal, half of the shorter one shows. A row that decodes
-    costs its sampling (a) and reads its context (b a key); prompt tokens attend to the keys before them (d a pair).
+    each) hides behind that, or that behind it. A row that decodes costs its sampling (a) and reads its context (b a
+    key); prompt tokens attend to the keys before them (d a pair).
 
     `target_s` bounds a step that decodes, prompts included. None means FLUENT_S or, if more, STRETCH times the step's
     time without prompts; and no bound while no token is `awaited`. `share` of such steps was the prompts' time."""

@@ -27,10 +27,8 @@ HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME, WORKER_SERVICE)
 MAX_PENDING, MOST_PENDING = 2500, 4000
 """Calls that each listener holds for us to take; above the first number gRPC refuses some, above the second all, as
-CANCELLED and with nothing that tells clients why. Ordinary bursts stay below, so that we take each call at once and say
-so. Strangers can fill them with calls of 13 KB. Nothing here bounds calls that are reset as soon as they are made: 16
-connections of 7 KB headers take up to 1.3 GB and seconds of the event loop while it lasts, and none of gRPC's options
-changes that (streams, metadata size, requests per read, pending calls, tarpit). A proxy in front has to."""
+CANCELLED without a reason. Ordinary bursts stay below. No option of gRPC's bounds calls that are reset as soon as they
+are made: 16 connections of 7 KB headers take up to 1.3 GB and seconds of the event loop. A proxy in front has to."""
 MAX_STREAMS = 1024
 """Calls that are open on one connection; a client's own library holds back what is more."""
 MAX_CONNECTIONS = 4096

@@ -109,8 +109,7 @@ def _bind_part(page: Page, part: int, parts: int, write_id: int, header: bytes) 
 
 
 def load_key_file(path: str | os.PathLike[str]) -> bytes:
-    """Read a master key: 32 raw bytes, or 64 hexadecimal digits. Raises ConfigError, also if others may use the
-    file."""
+    """Read a master key: 32 raw bytes, or 64 hexadecimal digits. Raises ConfigError, also if others may read it."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -131,8 +131,7 @@ class IoPool:
 
     `chore` runs in a thread after `request_chore` when nothing else waits or it waited for CHORE_WAIT_S; `end` runs in
     the last thread that leaves. `elsewhere`: `threads` elsewhere run the operations, and one here begins those that are
-    not urgent. Urgent ones are begun by who submits them, or when others end by who calls `begin_urgent`: threads of
-    the interpreter take turns, which costs more than to begin."""
+    not urgent. Urgent ones are begun by who submits them, or when others end by who calls `begin_urgent`."""
 
     def __init__(
         self, threads: int, queue_limit: int, timeout_s: float, chore: Call, end: Call, *, elsewhere: bool = False

@@ -74,9 +74,8 @@ class Space:
 
 
 class DiskSpace:
-    """The directory, opened, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`; `secret`
-    is what lies there for the operator. EnvironmentUnfitError when another process or user has the directory, or the
-    limit is too small for one slot; OSError when the file system refuses something."""
+    """The directory, locked and fitted to the limit. `allocated` slots exist, of at most `num_slots`; `secret` is what
+    lies there for the operator. EnvironmentUnfitError when another has the directory or the limit holds no slot."""
 
     def __init__(
         self,

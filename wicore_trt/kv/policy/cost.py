@@ -33,8 +33,7 @@ class CostPolicy(ChainPolicy):
     """Policy of lowest learnt worth first; least recently used first until there is enough evidence.
 
     The coarse class of a page: how often it was used, whether it ends its request, how many pages that request brought
-    anew, whether its answer was short. A long new prompt is rarely continued, a short extension of a known chain often
-    is. The fine class adds how long the chain was idle before the request, and its length.
+    anew, whether its answer was short. The fine class adds how long the chain was idle, and its length.
 
     `page_cost(depth)` is the relative cost per byte of recomputing the page at index `depth` of its chain; None means
     equal costs, which maximises the token hit rate. A `victim_cache` holds only what the tier above evicted; its hits
@@ -179,9 +178,8 @@ class LRUGuard:
     trial got far enough ahead of LRU, and until it lost a fixed amount to LRU. Each such failure trebles the lead that
     the next trial needs, so losses grow with the logarithm of the traffic.
 
-    `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)`, the learnt worth, may look at the node's
-    depth and group. `value(n)` is the recompute cost that hitting the first n pages of a chain saves. Amounts are in
-    root mean square hits of a request that hits: the size of one lucky request."""
+    `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)` is the learnt worth, `value(n)` the recompute
+    cost that hitting the first n pages of a chain saves. Amounts are in root mean square hits of one."""
 
     def __init__(self, capacity: int, worth: Callable[[Node], float], value: Callable[[int], float] = float) -> None:
         self.use_lru = True

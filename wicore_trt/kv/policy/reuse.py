@@ -142,8 +142,7 @@ class ReuseModel:
         """Find, for the middle of each bin, the largest reuses per time of keeping until any later bin's end. Backwards
         over bins. `stretches` holds what follows a bin, cut into pieces of falling rate: a piece absorbs the next one
         while that raises its rate (pool adjacent violators), so a horizon ends where a piece ends. The first bin counts
-        with half its time and all its chance: an index to rank by, up to twice the rate. The bias favours pages that
-        are nearly due; without it, pages due at one time displace each other and none stays to be hit."""
+        with half its time and all its chance, which favours pages that are nearly due."""
         rates = [0.0] * _BINS
         stretches: list[tuple[float, float, float]] = []
         for b in range(_BINS - 1, -1, -1):

@@ -102,9 +102,9 @@ class NextMove:
 def choose_load(
     total: int, start: int, candidates: Sequence[Candidate], compute: ComputeRate, tiers: Mapping[str, TierRate]
 ) -> LoadChoice:
-    """Choose the fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device. The
-    device's time counts as time of others too. A candidate with pages in a tier that `tiers` lacks is passed over. A
-    load that saves less than MARGIN of recomputing is not made. O(pages) for each distinct page list."""
+    """Choose the fastest way to the first token of a prompt of `total` tokens, of which `start` are on the device. A
+    candidate with pages in a tier that `tiers` lacks is passed over. A load that saves less than MARGIN of recomputing
+    is not made. O(pages) for each distinct page list."""
     step = compute.seconds_alone(start, start + compute.slice_tokens)  # the one with the first token, at least
     recompute = max(compute.delay_s + compute.shared_seconds(start, total), step)
 
@@ -252,9 +252,9 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
     far after "wait". When the load fails the caller drops it and computes on.
 
     Invariant (I18): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
-    front. So time to first token <= recompute + wait_s and one step of others, which began while it waited. Only copies
-    to the device that hold up the engine's thread add more. Proof: slices have `slice_tokens` or more, so computing all
-    tokens costs what recompute costs; a jump only removes work; what is added is idle time.
+    front. So time to first token <= recompute + wait_s and one step of others, which began while it waited. Proof:
+    slices have `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes work;
+    what is added is idle time.
 
     wait_s is at most a slice and a quarter of what the load should save. A load-only choice adds the load's own time,
     which is less than computing. Beside sequences that decode, a load from disk may idle longer. But idling and

@@ -1,8 +1,8 @@
 """The way down: pages of the device to host memory, and of host memory to disk.
 
-Runs on the engine thread but for what it hands to the movers. Invariant (I5): a host copy is READY only with the
-checksum of its bytes, and only bytes that match it are written to disk; no buffer is used again while others may touch
-it.
+Runs on the engine thread, but for the movers. Must not know who wants a page. Invariant (I5): a host copy is READY only
+with the checksum of its bytes, and only bytes that match it are written to disk; no buffer is used again while others
+may touch it.
 """
 
 from __future__ import annotations

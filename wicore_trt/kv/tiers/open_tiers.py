@@ -1,6 +1,6 @@
 """Opens the tiers that settings ask for: memory of the host tier, files of the disk tier, and the books of both.
 
-Invariant: nothing is moved before the host tier's memory and the disk's directory are this process's own.
+Must not know what pages hold. Invariant: nothing moves before memory and the disk's directory are this process's own.
 """
 
 from __future__ import annotations

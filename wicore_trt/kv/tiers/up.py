@@ -228,8 +228,7 @@ class UpTransfers:
         return begun
 
     def _is_wanted(self, name: tuple[str, bytes]) -> bool:
-        """Check, on the disk's thread, whether a fetch waits for a page; later ones get what `_end_read` makes of
-        it."""
+        """Check, on the disk's thread, whether a fetch waits for a page; `_end_read` answers later ones."""
         return any(fetch.wanted() and not fetch.unwanted for fetch in tuple(self.waiting.get(name, ())))
 
     def _end_read(self, move: Read, outcome: Outcome, seconds: float) -> None:
