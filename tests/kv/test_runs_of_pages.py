@@ -63,7 +63,7 @@ class Campaign:
             changed.enter_context(mock.patch.object(host, "SimpleQueue", lambda: reports))
             changed.enter_context(mock.patch.object(host, "ThreadPoolExecutor", lambda *_, **__: Checker(self.world)))
             changed.enter_context(mock.patch.multiple(assemble_kv, time=clock, rate_reads=lambda *_: None))
-            changed.enter_context(mock.patch.multiple(open_tiers, Backing=NoBacking, open_store=lambda *_, **__: disk))
+            changed.enter_context(mock.patch.multiple(open_tiers, Backing=NoBacking, DiskStore=lambda *_, **__: disk))
             self.manager, self.loader = assemble_kv.make_cache(
                 self.kv, self.layout, self.window, engine="fake", kernels="fake", copier=self.device
             )
