@@ -6,10 +6,11 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from wicore_trt.runtime import exchange, rank_process, ranks
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
 from wicore_trt.runtime.exchange import RankExchange, create_memory, hash_bits
 from wicore_trt.runtime.options import ExecutorOptions
+from wicore_trt.runtime.rank_copier import RankedCopier
 from wicore_trt.runtime.ranks import RankedExecutor
 from wicore_trt.types import SamplingParams
 
@@ -277,6 +279,58 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
     finally:
         executor.close()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_message_waits_while_the_other_side_is_alive() -> None:
+    ours, theirs = socket.socketpair()
+    asked, data = list[int](), bytes(1 << 21)
+    with ours, theirs:
+        with pytest.raises(BlockingIOError):
+            ranks.MessageSocket(ours, lambda: asked.append(0) or len(asked) < 3).send(data)  # type: ignore[func-returns-value]
+        assert len(asked) == 3
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        waits = threading.Event()
+        sent = pool.submit(ranks.MessageSocket(ours, lambda: not waits.set()).send, "kind", data)
+        assert waits.wait(60)
+        assert ranks.MessageSocket(theirs).receive() == (["kind", data], [])
+        sent.result(60)
+
+
+@pytest.mark.parametrize("waits_for", ["memory", *(pytest.param(w, marks=pytest.mark.long) for w in ("step", "none"))])
+def test_a_rank_that_hangs_outside_of_an_exchange_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """What waits: memory to be locked, a step's message to be taken, or nothing."""
+    write_tiny_source(tmp_path / "source")
+    started, start = list[subprocess.Popen[bytes]](), ranks.start_beside
+    monkeypatch.setattr(
+        ranks, "start_beside", lambda *given, **more: started.append(start(*given, **more)) or started[-1]
+    )
+    executor = open_tiny(tmp_path, 2)
+    copier, long_step = executor.copier, greedy_slice()
+    assert isinstance(copier, RankedCopier)
+    memory, end = copier.map_memory(4096), time.monotonic() + 60
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            suspend_process(started[0].pid)
+            if waits_for == "step":  # given up when the rank is known to hang, long before SEND_S
+                monkeypatch.setattr(ranks, "SEND_S", 1e9)
+                monkeypatch.setattr(ranks.MessageSocket, "has_message", lambda sock, seconds: True)
+                long_step.pages["global"] = [0] * (1 << 19)
+                waits = pool.submit(executor.execute, StepBatch([long_step]))
+            else:
+                waits = pool.submit(copier.pin, memory) if waits_for == "memory" else Future()
+                monkeypatch.setattr(ranks, "SILENCE_S", 0.1)
+            while copier.broken is None:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            if waits_for == "memory":
+                assert waits.result(60) is False
+            with pytest.raises(RankError, match="rank 1 hangs"):
+                waits.result(60) if waits_for == "step" else executor.execute(StepBatch([greedy_slice()]))
+        finally:
+            executor.close()
 
 
 def test_ranks_outlive_the_thread_that_started_them_and_a_suspension(

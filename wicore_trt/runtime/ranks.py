@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,30 +42,45 @@ from wicore_trt.types import Bytes, SamplingParams
 log = logging.getLogger(__name__)
 
 BEAT_S, SILENCE_S = 0.25, 2.0
-"""How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step."""
+"""How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step. Between
+steps it may be so for five times as long."""
 START_S = 60.0
 """For how long a rank may be silent while it starts and loads."""
 SEND_S = 10.0
-"""For how long a message may wait until the other side, which may run steps, takes it."""
+"""For how long a message may wait until the other side, which may run steps and is alive, takes some of it."""
 END_S = 5.0
 """Time for a rank's process to end by itself when this one closes."""
 
 
 class MessageSocket:
-    """Stream socket of messages, each a msgpack array with the kind first, and at most one file descriptor."""
+    """Stream socket of messages, each a msgpack array with the kind first, and at most one file descriptor. While a
+    message waits, `is_alive` tells every GLANCE_S whether the other side is worth it."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._lock = sock, threading.Lock()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SEND_S), 0))
+    def __init__(self, sock: socket.socket, is_alive: Callable[[], bool] = lambda: True) -> None:
+        self._sock, self._lock, self._is_alive = sock, threading.Lock(), is_alive
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(1e6 * GLANCE_S)))
 
     def send(self, *message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message; any thread may. Raises OSError when the other side has ended."""
+        """Send a message; any thread may. Raises OSError when the other side has ended or hangs."""
         self.send_encoded(encode_message(message), fds)
 
     def send_encoded(self, data: bytes, fds: Sequence[int]) -> None:
+        left, glances = memoryview(data), 0
         with self._lock:
-            sent = socket.send_fds(self._sock, [data], fds) if fds else 0
-            self._sock.sendall(data[sent:])
+            while left:
+                try:
+                    left = left[socket.send_fds(self._sock, [left], fds) if fds else self._sock.send(left) :]
+                    fds, glances = (), 0
+                except BlockingIOError:
+                    glances += 1
+                    if glances * GLANCE_S >= SEND_S or not self._is_alive():
+                        raise
+
+    def has_message(self, seconds: float) -> bool:
+        """Wait so long for a message, or the other side's end. Raises ValueError when this end is closed."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(1e3 * seconds))
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """Receive the next message and its descriptors; None when the other side has ended."""
@@ -284,7 +300,7 @@ class _Ranks:
         try:
             for rank in range(1, ranks):
                 ours, theirs = socket.socketpair()
-                self._sockets.append(MessageSocket(ours))
+                self._sockets.append(MessageSocket(ours, partial(self._is_alive, rank)))
                 peers = {other: end.fileno() for other, end in peers_of(rank).items()}
                 given = {**start, "rank": rank, "ranks": ranks, "memory": memory, "control": theirs.fileno(),
                          "peers": peers}  # fmt: skip
@@ -322,10 +338,7 @@ class _Ranks:
     def await_ready(self) -> None:
         """Wait until all ranks have opened their part. Raises the error of one that cannot, RankError if one ended."""
         for _ in self._sockets:
-            while not self._ready.acquire(timeout=GLANCE_S):
-                for rank in range(1, self.count):
-                    if not self._is_alive(rank):
-                        raise self.fail(RankError(f"rank {rank} hangs while it loads"))
+            self._ready.acquire()
         if self.refusal is not None:
             raise self.refusal
         if self.failure is not None:
@@ -396,10 +409,19 @@ class _Ranks:
         self._glances[rank] += 1
         return self._glances[rank] * GLANCE_S < (SILENCE_S if self._loaded else START_S)
 
+    def _await_message(self, rank: int, sock: MessageSocket) -> tuple[list[Any], list[int]] | None:
+        """Receive a rank's next message, and note that it hangs when it does not even beat, while no step runs, too."""
+        glances = 0
+        while not sock.has_message(GLANCE_S):
+            glances += 1
+            if glances * GLANCE_S >= (5 * SILENCE_S if self._loaded else START_S):
+                self.fail(RankError(f"rank {rank} hangs"))
+        return sock.receive()
+
     def _read_replies(self, rank: int, sock: MessageSocket) -> None:
         ready = False
         try:
-            while (received := sock.receive()) is not None:
+            while (received := self._await_message(rank, sock)) is not None:
                 message, _ = received
                 if message[0] == "ready":
                     ready = True
@@ -413,7 +435,7 @@ class _Ranks:
                     self.note_step(message[1], rank)
                 else:
                     self.on_reply(rank, message)
-        except OSError:
+        except (OSError, ValueError):
             pass
         finally:
             self.fail(RankError(f"rank {rank} has ended"))
