@@ -3,9 +3,13 @@ it is cut, batched and laid out in pages."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from wicore_trt.backends.torch import native_ops
 from wicore_trt.backends.torch.native import NativeLibrary
 from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, explain_unsupported, rope_table
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
@@ -13,6 +17,7 @@ from wicore_trt.backends.torch.weights import fuse_weights
 from wicore_trt.checkpoint.names import Role, unified_tensors, weight_scale_name
 from wicore_trt.model.gemma3 import forward, layer_weight
 from wicore_trt.model.spec import Gemma3Spec
+from wicore_trt.runtime.attention_mass import AttentionProbe
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch
 from wicore_trt.runtime.dtypes import E4M3, E4M3_MAX, TORCH_DTYPES
 from wicore_trt.runtime.executor import KVLayout
@@ -60,7 +65,8 @@ class Engine:
         self.layout = KVLayout(PAGE_TOKENS, dtype, {"global": PAGES, "local": PAGES}, {})
         self.pools = {g: self.new_pool(g) for g in self.layout.num_pages}
         weights = NativeWeights.from_tensors(lib, tensors, spec, dtype)
-        self.native = NativeOps(lib, weights, spec, dtype, self.layout, self.pools)
+        self.of_native = lib, weights, spec, dtype, self.layout, self.pools
+        self.native = NativeOps(*self.of_native)
         torch_pools = {g: self.new_pool(g) for g in self.pools}
         self.model = TorchModel(spec, dtype, tensors, torch_pools, torch.device("cpu"))
 
@@ -76,8 +82,7 @@ class Engine:
         return StepInputs.from_batch(StepBatch(slices), self.layout, ("global", "local"))
 
     def run(self, slices: list[SequenceSlice]) -> torch.Tensor:
-        self.native.begin(self.inputs(slices))
-        return forward(self.native, self.spec).clone()
+        return self.native.compute_logits(self.inputs(slices)).clone()
 
     def oracle(self, slices: list[SequenceSlice]) -> torch.Tensor:
         return forward(TorchOps(self.model, self.inputs(slices)), self.spec)
@@ -120,6 +125,46 @@ def test_a_sequence_has_the_same_bits_in_any_batch(lib: NativeLibrary, rng: torc
                 company = piece(model.prompt(3), pages[0])
                 logits = model.run([company, piece(prompts[2][start:end], pages[2], start)])
             assert torch.equal(logits[1:], alone[2])
+
+
+def test_a_step_runs_the_last_ones_operators_again_only_where_they_are_its_own(
+    lib: NativeLibrary, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Engine(lib, tiny_spec(softcap=2.0), "bfloat16", rng)
+    recorded = list[Any]()
+
+    def record(*given: Any) -> torch.Tensor:
+        recorded.append(given)
+        return forward(*given)
+
+    monkeypatch.setattr(native_ops, "forward", record)
+    monkeypatch.setattr(native_ops, "ROPE_BLOCK", 16)
+    features, image = torch.randn(1, 1, 72, generator=rng), ((1, 1, 0),)
+
+    def pair(start: int, count: int = 1, sampled: str = "ab", slots: tuple[int, int] = (0, 4)) -> list[SequenceSlice]:
+        return [
+            piece(model.prompt(count), list(range(slot, slot + 4)), start, sample=name in sampled)
+            for name, slot in zip("ab", slots, strict=True)
+        ]
+
+    steps = [
+        (pair(0, 9), False, (), True), (pair(9), False, (), True), (pair(10), False, (), False),
+        (pair(11), True, (), True), (pair(11), False, (), True), (pair(11, slots=(4, 0)), False, (), False),
+        (pair(12), False, image, True), (pair(12), False, (), True), (pair(12), False, (), False),
+        (pair(13, 1, "a"), False, (), True), (pair(14, 1, "b"), False, (), False), (pair(13), False, (), True),
+        (pair(13)[:1], False, (), True), (pair(15)[1:], False, (), False), (pair(16)[1:], False, (), True),
+        (pair(17)[1:], False, (), False),
+    ]  # fmt: skip
+    for number, (slices, probed, images, anew) in enumerate(steps):
+        inputs = replace(model.inputs(slices), images=images)
+        probes = [AttentionProbe(1, torch.arange(2)) if probed else None for _ in range(2)]
+        before = len(recorded)
+        logits = model.native.compute_logits(inputs, probes[0], features).clone()
+        assert len(recorded) - before == anew, number
+        assert torch.equal(logits, NativeOps(*model.of_native).compute_logits(inputs, probes[1], features)), number
+        queries = [probe.queries for probe in probes if probe and probe.queries is not None]
+        assert len(queries) == 2 * probed
+        assert not probed or torch.equal(*queries)
 
 
 def test_a_step_that_samples_nothing_has_no_logits(lib: NativeLibrary, rng: torch.Generator) -> None:

@@ -273,7 +273,8 @@ def test_steps_images_and_copies_share_a_stream(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch_executor, "open_encoder", lambda *given: seen.append(given[-1]) or encoder)
     monkeypatch.setattr(torch_executor, "make_copier", lambda *g, **k: seen.append(g[-1]) or make_copier(*g, **k))
     monkeypatch.setattr(torch_executor, "forward", run_forward)
-    options = ExecutorOptions(kv_pages={"global": 9, "local": 9}, device="cpu", page_tokens=8, max_batch_tokens=64)
+    pages = {"global": 9, "local": 9}
+    options = ExecutorOptions("cpu", kernels="torch", kv_pages=pages, page_tokens=8, max_batch_tokens=64)
     text = seeing.text
     executor = TorchExecutor.from_tensors(text.spec, "float32", text.tensors, options, vision=SimpleNamespace())  # type: ignore[arg-type]
     sequence = PagedDriver(executor, 9)

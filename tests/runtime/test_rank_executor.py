@@ -379,7 +379,7 @@ def test_an_error_within_a_step_ends_the_group_and_a_later_one_does_not(
             with pytest.raises(ZeroDivisionError):
                 executor.execute(StepBatch([greedy_slice()]))
         assert executor.execute(StepBatch([greedy_slice()])).sampled
-        monkeypatch.setattr(local, "_step_ops", lambda *given: 1 / 0)
+        monkeypatch.setattr(local, "_compute", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             executor.execute(StepBatch([greedy_slice()]))
         with pytest.raises(RankError, match="rank 0 failed in a step"):

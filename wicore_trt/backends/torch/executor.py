@@ -25,7 +25,6 @@ from wicore_trt.backends.torch.weights import BLOCK_DTYPES, EngineTensors, fuse_
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
-from wicore_trt.model.ops import Ops
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
 from wicore_trt.plugins.cpu_library import FIX, why_lacking
 from wicore_trt.runtime.attention_mass import AttentionProbe
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SOURCES = ("backends/torch",)
 SCORE_ROWS = 128  # of a 262,144-token vocabulary: 134 MB
-StepOps = Callable[[StepInputs, AttentionProbe | None, torch.Tensor | None], Ops[torch.Tensor]]
+ComputeLogits = Callable[[StepInputs, AttentionProbe | None, torch.Tensor | None], torch.Tensor]
 
 
 class TorchExecutor:
@@ -91,7 +90,7 @@ class TorchExecutor:
         handle, shared = 0 if stream is None else stream.stream, self.layout.find_overlaps
         self._page_copies = make_copier(self.pools, self.layout.page_tokens, handle, overlapping=shared)
         self.copier: PageCopier = self._page_copies
-        self.kernels, self._step_ops = _make_operators(loaded, settings, self.layout, self.pools, self.device, ranks)
+        self.kernels, self._compute = _make_operators(loaded, settings, self.layout, self.pools, self.device, ranks)
         self._sampler = Sampler()
         self._probed_layers = cycle(self.spec.layers_of(GLOBAL))
         log.info("engine on %s, %s kernels, KV pages %s", self.device, self.kernels, self.layout.num_pages)
@@ -141,7 +140,7 @@ class TorchExecutor:
             tables = inputs.page_tables.values()
             self._ranks.compare_rows(inputs.token_ids, inputs.positions, inputs.cu_seqlens, *tables)
         features = None if self.images is None else self.images.features
-        return forward(self._step_ops(inputs, probe, features), self.spec)
+        return self._compute(inputs, probe, features)
 
     def release(self, seq_id: int) -> None:
         self._sampler.release(seq_id)
@@ -152,7 +151,7 @@ class TorchExecutor:
             self._page_copies.close()
             if self.images is not None:
                 self.images.close()
-            del self._step_ops  # and with them the weights
+            del self._compute  # and with them the weights
         self.pools = {}
 
 
@@ -163,12 +162,13 @@ def _make_operators(
     pools: dict[str, torch.Tensor],
     device: torch.device,
     ranks: RankExchange | None,
-) -> tuple[str, StepOps]:
-    """Return the kernels' name and a factory of a step's operators."""
+) -> tuple[str, ComputeLogits]:
+    """Return the kernels' name and what computes a step."""
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
-        return kernels_name(torch_kernels(device), SOURCES), partial(TorchOps, model, ranks=ranks)
+        spec, make_ops = engine.spec, partial(TorchOps, model, ranks=ranks)
+        return kernels_name(torch_kernels(device), SOURCES), lambda *step: forward(make_ops(*step), spec)
     if settings.threads:
         library.set_threads(settings.threads)
     least = dict.fromkeys(BLOCK_DTYPES, 1)  # E4M3 becomes bfloat16
@@ -176,7 +176,7 @@ def _make_operators(
     check_room(packed, "weights", "Use a machine, or a limit of the container, that has as much.")
     weights = NativeWeights.from_tensors(library, engine.tensors, engine.spec, engine.dtype)
     ops = NativeOps(library, weights, engine.spec, engine.dtype, layout, pools, ranks)
-    return kernels_name(f"native-{library.isa}", SOURCES, library.name), ops.begin
+    return kernels_name(f"native-{library.isa}", SOURCES, library.name), ops.compute_logits
 
 
 def torch_kernels(device: torch.device) -> str:

@@ -58,13 +58,15 @@ class NativeLibrary:
         assert threads >= 1
         self._lib.wicore_cpu_set_threads(threads)
 
-    def run(self, steps: Sequence[Args]) -> None:
-        """Run operators in order, in one call that does not hold the GIL."""
-        commands = (_Command * len(steps))()
-        for command, args in zip(commands, steps, strict=True):
-            command.op = args.OP
-            command.args = ctypes.addressof(args)
-        status = self._lib.wicore_cpu_run(commands, len(steps))
+    def run(self, steps: Sequence[Args]) -> ctypes.Array[_Command]:
+        """Run operators in order, in one call that does not hold the GIL. Returns them for `run_again`."""
+        commands = (_Command * len(steps))(*(_Command(args.OP, ctypes.addressof(args)) for args in steps))
+        self.run_again(commands)
+        return commands
+
+    def run_again(self, commands: ctypes.Array[_Command]) -> None:
+        """Run what `run` returned; the arguments live on and may have changed."""
+        status = self._lib.wicore_cpu_run(commands, len(commands))
         assert status == 0, "unknown operator"
 
     def pack(
