@@ -8,19 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
-CalibrateTokensOption = Annotated[int, typer.Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")]
-NoKVScalesOption = Annotated[
-    bool, typer.Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")
-]
+CalibrateTokensOption = Annotated[int, Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")]
+NoKVScalesOption = Annotated[bool, Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")]
 LoraOption = Annotated[
-    Path | None, typer.Option("--lora", metavar="DIR", help="LoRA adapter of PEFT to merge into the source.")
+    Path | None, Option("--lora", metavar="DIR", help="LoRA adapter of PEFT to merge into the source.")
 ]
 MmprojOption = Annotated[
-    Path | None, typer.Option("--mmproj", metavar="FILE", help="Image encoder of a GGUF model, as llama.cpp makes it.")
+    Path | None, Option("--mmproj", metavar="FILE", help="Image encoder of a GGUF model, as llama.cpp makes it.")
 ]
-TextOnlyOption = Annotated[bool, typer.Option("--text-only", help="Leave the image encoder out.")]
+TextOnlyOption = Annotated[bool, Option("--text-only", help="Leave the image encoder out.")]
 
 
 def complete_backends(incomplete: str) -> list[str]:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from wicore_trt.errors import EnvironmentUnfitError
@@ -91,9 +92,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", envvar="WICORE_DEBUG", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, Option("--debug", envvar="WICORE_DEBUG", help="Show tracebacks.")] = False,
 ) -> None:
     """Build and serve Gemma 3 engines."""
     try:

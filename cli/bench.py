@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from wicore_trt.errors import WicoreError, missing_package
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure latency, load and perplexity.")
 
 _WHAT, _WHO, _WHEN, _OUT = (
-    partial(typer.Option, rich_help_panel=panel)
+    partial(Option, rich_help_panel=panel)
     for panel in ("What is sent", "Who answers", "When it is sent", "What comes out")
 )
 LENGTHS = "N, N,N (one of these) or N..N (any between)."
@@ -112,11 +113,11 @@ def latency(
 
 @app.command()
 def perplexity(
-    engine: Annotated[list[Path], typer.Option(help="Engine directory; give several to compare with the first.")],
-    text: Annotated[Path | None, typer.Option(help="UTF-8 file. Default: Python's own documentation topics.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to take.")] = 20_000,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens scored per window. Default: context / 2.")] = None,
+    engine: Annotated[list[Path], Option(help="Engine directory; give several to compare with the first.")],
+    text: Annotated[Path | None, Option(help="UTF-8 file. Default: Python's own documentation topics.")] = None,
+    tokens: Annotated[int, Option(min=2, help="Tokens of the text to take.")] = 20_000,
+    context: Annotated[int, Option(min=2, help="Tokens of a window.")] = 1024,
+    stride: Annotated[int | None, Option(min=1, help="Tokens scored per window. Default: context / 2.")] = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:

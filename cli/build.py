@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from wicore_trt.cli._options import (
     CalibrateTokensOption,
@@ -20,29 +21,27 @@ from wicore_trt.cli._options import (
 
 def command(
     source: Annotated[
-        str | None, typer.Argument(help="Hub id, Hugging Face directory, GGUF file or unified checkpoint.")
+        str | None, Argument(help="Hub id, Hugging Face directory, GGUF file or unified checkpoint.")
     ] = None,
-    output: Annotated[Path | None, typer.Argument(help="Engine directory to write.")] = None,
+    output: Annotated[Path | None, Argument(help="Engine directory to write.")] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            autocompletion=complete_recipes, help="Recipe, by name or path, for everything that is not given here."
-        ),
+        Option(autocompletion=complete_recipes, help="Recipe, by name or path, for everything that is not given here."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             show_default="auto",
             help="float32, bfloat16, float16, fp8, q4_0, or auto: a checkpoint's own; of a source fp8 or bfloat16.",
         ),
     ] = None,
     kv_dtype: Annotated[
         str | None,
-        typer.Option(show_default="auto", help="float32, bfloat16, float16, fp8, or auto: that of the activations."),
+        Option(show_default="auto", help="float32, bfloat16, float16, fp8, or auto: that of the activations."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(
+        Option(
             autocompletion=complete_backends,
             show_default="torch",
             help="How the engine computes: torch, triton, tensorrt or tensorrt-llm.",
@@ -50,45 +49,45 @@ def command(
     ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(metavar="SM", help="GPU architectures to compile for, such as sm89 or sm80,sm89."),
+        Option(metavar="SM", help="GPU architectures to compile for, such as sm89 or sm80,sm89."),
     ] = None,
     tp: Annotated[
-        int | None, typer.Option(min=1, max=64, metavar="N", show_default="1", help="GPUs to split the weights over.")
+        int | None, Option(min=1, max=64, metavar="N", show_default="1", help="GPUs to split the weights over.")
     ] = None,
     page_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, metavar="N", show_default="32", help="Tokens per KV page, a power of two."),
+        Option(min=1, max=65536, metavar="N", show_default="32", help="Tokens per KV page, a power of two."),
     ] = None,
     max_context: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Longest sequence in tokens. Default: the model's; tensorrt: 8192."),
+        Option(min=1, metavar="N", help="Longest sequence in tokens. Default: the model's; tensorrt: 8192."),
     ] = None,
     max_batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="8", help="Compiled engines: sequences of a decode step."),
+        Option(min=1, metavar="N", show_default="8", help="Compiled engines: sequences of a decode step."),
     ] = None,
     max_chunk: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
+        Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
     ] = None,
     lora: LoraOption = None,
     mmproj: MmprojOption = None,
     text_only: TextOnlyOption = False,
     calibrate: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
+        Path | None, Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
     calibrate_tokens: CalibrateTokensOption = 2048,
     no_kv_scales: NoKVScalesOption = False,
     dummy_weights: Annotated[
         bool,
-        typer.Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),
+        Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="With --dummy-weights, in place of SOURCE: gemma3-270m, 1b, 4b, 12b or 27b.")
+        str | None, Option(help="With --dummy-weights, in place of SOURCE: gemma3-270m, 1b, 4b, 12b or 27b.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a hub id. Default: main.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    revision: Annotated[str | None, Option(help="Commit, branch or tag of a hub id. Default: main.")] = None,
+    force: Annotated[bool, Option("--force", help="Replace an existing engine.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Build an engine directory.
 

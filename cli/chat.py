@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from wicore_trt.errors import AuthenticationError, InvalidRequestError, UnavailableError, WicoreError
 
@@ -34,21 +34,21 @@ TIMEOUT_S = 600.0
 
 def command(
     where: Annotated[
-        str, typer.Argument(metavar="[ADDRESS|URL|ENGINE]", help="HOST:PORT of gRPC, URL, or engine directory.")
+        str, Argument(metavar="[ADDRESS|URL|ENGINE]", help="HOST:PORT of gRPC, URL, or engine directory.")
     ] = "127.0.0.1:50051",
-    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    system: Annotated[str, Option(help="System prompt.")] = "",
     image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="An image that the first line shows; may be repeated.")
+        list[str] | None, Option(metavar="FILE", help="An image that the first line shows; may be repeated.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens that make up this mass.")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, Option(help="0 takes the most probable token each time.")] = 1.0,
+    top_p: Annotated[float, Option(help="Sample among the most probable tokens that make up this mass.")] = 0.95,
+    seed: Annotated[int | None, Option(help="Makes sampling repeatable.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="WICORE_SERVER__API_KEY", show_envvar=False, help="The server's API key.")
+        str | None, Option(envvar="WICORE_SERVER__API_KEY", show_envvar=False, help="The server's API key.")
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="Certificates to trust, PEM; turns TLS on for gRPC.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads of an engine in this process; 0: all.")] = 0,
+    ca: Annotated[Path | None, Option(help="Certificates to trust, PEM; turns TLS on for gRPC.")] = None,
+    threads: Annotated[int, Option(help="CPU threads of an engine in this process; 0: all.")] = 0,
 ) -> None:
     """Talk to a model: a running server's, or an engine's in this process.
 
@@ -158,10 +158,8 @@ class ChatSession:
         from wicore_trt.images.files import read_image
 
         if not self.partner.chats:
-            raise WicoreError(
-                "This model has no chat template, so a conversation with it shows no images.",
-                fix="Ask it once: wicore generate --image FILE.",
-            )
+            fix = "Ask it once: wicore generate --image FILE."
+            raise WicoreError("This model has no chat template, so a conversation with it shows no images.", fix=fix)
         image = read_image(path if ":" in path else str(Path(path).expanduser()), "image")
         kind = mimetypes.guess_type(path)[0] or "image/png"
         url = image.url or f"data:{kind};base64,{b64encode(image.data).decode()}"

@@ -5,31 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from wicore_trt.cli._options import CalibrateTokensOption, LoraOption, MmprojOption, NoKVScalesOption, TextOnlyOption
 
 
 def command(
-    source: Annotated[
-        str, typer.Argument(help="Hub id, Hugging Face directory, GGUF file, or checkpoint to calibrate.")
-    ],
-    output: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16, float16, fp8 or q4_0. auto: the source's.")
-    ] = "auto",
-    tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    source: Annotated[str, Argument(help="Hub id, Hugging Face directory, GGUF file, or checkpoint to calibrate.")],
+    output: Annotated[Path, Argument(help="Checkpoint directory to write.")],
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16, fp8 or q4_0. auto: the source's.")] = "auto",
+    tp: Annotated[int, Option(min=1, max=64, metavar="N", help="GPUs to split the weights over.")] = 1,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of a hub id.")] = None,
     lora: LoraOption = None,
     mmproj: MmprojOption = None,
     text_only: TextOnlyOption = False,
     calibrate: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
+        Path | None, Option(help="UTF-8 text to measure static FP8 scales on, in place of scales per token.")
     ] = None,
     calibrate_tokens: CalibrateTokensOption = 2048,
     no_kv_scales: NoKVScalesOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing checkpoint.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Convert a model into TensorRT-LLM's checkpoint layout, a few rows at a time.
 

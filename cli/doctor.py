@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def command(
-    engine: Annotated[Path | None, typer.Argument(help="Engine directory to verify as well.")] = None,
+    engine: Annotated[Path | None, Argument(help="Engine directory to verify as well.")] = None,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the KV disk tier and downloads. Default: ~/.cache.")
+        Path | None, Option(help="Directory of the KV disk tier and downloads. Default: ~/.cache.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port that the server will listen on.")] = 50051,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    port: Annotated[int, Option(help="Port that the server will listen on.")] = 50051,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine; exit 4 when something makes it unfit. Never touches the network."""
     from wicore_trt.cli._checks import FAIL, check_machine

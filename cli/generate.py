@@ -11,34 +11,34 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from wicore_trt.errors import InvalidRequestError
 
 
 def command(
-    engine: Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)],
+    engine: Annotated[Path, Argument(help="Engine directory.", show_default=False)],
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; read from standard input when it is left out or '-'.")
+        str | None, Argument(help="The prompt; read from standard input when it is left out or '-'.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens that make up this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
+    max_tokens: Annotated[int, Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, Option(help="0 takes the most probable token each time.")] = 0.0,
+    top_k: Annotated[int, Option(help="Sample among the k most probable tokens; 0: all.")] = 0,
+    top_p: Annotated[float, Option(help="Sample among the most probable tokens that make up this mass.")] = 1.0,
+    min_p: Annotated[float, Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, Option(help="Above 1 makes seen tokens less likely.")] = 1.0,
+    seed: Annotated[int | None, Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, Option(help="Stop at this text; may be given several times.")] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="An image that the prompt shows; may be given several times."),
+        Option(metavar="FILE", help="An image that the prompt shows; may be given several times."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap the prompt as a user turn of the model's chat template.")
+        bool, Option("--chat", help="Wrap the prompt as a user turn of the model's chat template.")
     ] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    threads: Annotated[int, Option(help="CPU threads; 0: all.")] = 0,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Complete one prompt, without a server.
 

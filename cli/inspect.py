@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from wicore_trt.arithmetic import ITEM_BYTES
 
@@ -23,11 +23,11 @@ _BYTES = ITEM_BYTES | {"int32": 4}
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="Engine or unified checkpoint directory.")],
+    path: Annotated[Path, Argument(help="Engine or unified checkpoint directory.")],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check every byte; exit 4 when a file is corrupted or not listed.")
+        bool, Option("--verify", help="Check every byte; exit 4 when a file is corrupted or not listed.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the model, sizes, KV bytes and files of an engine or a checkpoint."""
     from wicore_trt.cli._ui import human_bytes, print_json, print_table, progress
@@ -211,9 +211,8 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
         index = engine.read_json(INDEX)
         decode = msgspec.convert(index["tensors"]["decode"], list[TensorSpec])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineFormatError(
-            f"{engine.path / INDEX} cannot be read: {error}.", fix="Build the engine again."
-        ) from error
+        fix = "Build the engine again."
+        raise EngineFormatError(f"{engine.path / INDEX} cannot be read: {error}.", fix=fix) from error
     files = engine.manifest.files
     plans = [{"file": name, "bytes": files[name].bytes, **facts} for name, facts in sorted(index["plans"].items())]
     weights: dict[tuple[str, ...], int] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wicore_trt.cli import kv_disk
 from wicore_trt.cli.kv_plan import plan
@@ -30,42 +31,42 @@ def root() -> None:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Option(help="JSON lines with hash_ids (Mooncake format).", show_default=False)
+        Path | None, Option(help="JSON lines with hash_ids (Mooncake format).", show_default=False)
     ] = None,
     generate: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="In place of --trace: so many made-up conversations, 5 turns each."),
+        Option(min=1, metavar="N", help="In place of --trace: so many made-up conversations, 5 turns each."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="cost, lru, a2cr, lfu or belady; several with commas; or all.")] = "cost",
+    policy: Annotated[str, Option(help="cost, lru, a2cr, lfu or belady; several with commas; or all.")] = "cost",
     capacity: Annotated[
-        str, typer.Option(help="Device pages, or a share of the unique blocks (5%); several with commas.")
+        str, Option(help="Device pages, or a share of the unique blocks (5%); several with commas.")
     ] = "2%,5%,10%,20%,30%",
-    host: Annotated[str | None, typer.Option(help="Host tier: pages or share.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk tier: pages or share.")] = None,
+    host: Annotated[str | None, Option(help="Host tier: pages or share.")] = None,
+    disk: Annotated[str | None, Option(help="Disk tier: pages or share.")] = None,
     inclusive: Annotated[
-        bool, typer.Option("--inclusive/--exclusive", help="Write pages through to lower tiers, or move them down.")
+        bool, Option("--inclusive/--exclusive", help="Write pages through to lower tiers, or move them down.")
     ] = False,
     recompute: Annotated[
-        bool, typer.Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
+        bool, Option("--recompute-cost", help="Weigh pages by the time to recompute them (policy cost).")
     ] = False,
-    bytes_per_token: Annotated[int, typer.Option(min=0, metavar="N", help="KV bytes of global layers.")] = 81_920,
+    bytes_per_token: Annotated[int, Option(min=0, metavar="N", help="KV bytes of global layers.")] = 81_920,
     window_bytes: Annotated[
-        int, typer.Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
+        int, Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
+        int, Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
     ] = 1,
     routing: Annotated[
-        str, typer.Option(help="With --workers: random, round-robin, affinity or affinity-load; several; or all.")
+        str, Option(help="With --workers: random, round-robin, affinity or affinity-load; several; or all.")
     ] = "all",
     tokens_per_second: Annotated[
-        float, typer.Option(min=1, metavar="N", help="How fast a server computes prompts.")
+        float, Option(min=1, metavar="N", help="How fast a server computes prompts.")
     ] = 10_000,
     coded: Annotated[
-        bool, typer.Option("--coded", help="kv.compression lossless: lower tiers hold a third more in the same memory.")
+        bool, Option("--coded", help="kv.compression lossless: lower tiers hold a third more in the same memory.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    limit: Annotated[int | None, Option(min=1, metavar="N", help="Replay only the first requests.")] = None,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay a trace: token hit rate per tier and bytes moved between tiers.
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from wicore_trt.kv.disk.tools import DirectoryReport
 
-DirectoryArgument = Annotated[Path, typer.Argument(help="Directory of the disk tier (kv.disk_path).")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DirectoryArgument = Annotated[Path, Argument(help="Directory of the disk tier (kv.disk_path).")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
@@ -36,9 +37,9 @@ def inspect(path: DirectoryArgument, json: JsonOption = False) -> None:
 def verify(
     path: DirectoryArgument,
     key_file: Annotated[
-        Path | None, typer.Option(help="Key of encrypted pages; without it their tags are not checked.")
+        Path | None, Option(help="Key of encrypted pages; without it their tags are not checked.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report damage, but leave everything as it is.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Report damage, but leave everything as it is.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Read and check every page of a disk cache, and take damaged ones out. No server may use it meanwhile.
@@ -71,18 +72,16 @@ def verify(
 
 def purge(
     path: DirectoryArgument,
-    namespace: Annotated[str | None, typer.Option(help="Only this namespace: its name, or how that begins.")] = None,
+    namespace: Annotated[str | None, Option(help="Only this namespace: its name, or how that begins.")] = None,
     salt: Annotated[
-        str | None, typer.Option(help="Only pages of requests with this cache_salt, on a server without tenants.")
+        str | None, Option(help="Only pages of requests with this cache_salt, on a server without tenants.")
     ] = None,
-    tenant_name: Annotated[
-        str | None, typer.Option(help="Only this tenant, by its name in the server's settings.")
-    ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant, by its tag from inspect.")] = None,
+    tenant_name: Annotated[str | None, Option(help="Only this tenant, by its name in the server's settings.")] = None,
+    tenant: Annotated[str | None, Option(help="Only this tenant, by its tag from inspect.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does.")
+        str | None, Option(help="The server's recipe, for kv.salt; or set WICORE_KV__SALT as it does.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Delete the pages of a disk cache: all, or those of a namespace or a tenant. No server may use it meanwhile.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 
@@ -17,42 +17,36 @@ GIB = 1 << 30
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="Engine, checkpoint, or a name such as gemma3-27b (270m, 1b, 4b, 12b).")],
-    context: Annotated[
-        str, typer.Option(help="Tokens of a conversation (32K is 32,768); several with commas.")
-    ] = "32K",
-    users: Annotated[int, typer.Option(min=1, metavar="N", help="Conversations to keep.")] = 50,
+    model: Annotated[str, Option(help="Engine, checkpoint, or a name such as gemma3-27b (270m, 1b, 4b, 12b).")],
+    context: Annotated[str, Option(help="Tokens of a conversation (32K is 32,768); several with commas.")] = "32K",
+    users: Annotated[int, Option(min=1, metavar="N", help="Conversations to keep.")] = 50,
     active: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of these, computed at the same time. Default: 8 at most.")
+        int | None, Option(min=1, metavar="N", help="Of these, computed at the same time. Default: 8 at most.")
     ] = None,
-    reply_tokens: Annotated[int, typer.Option(min=0, metavar="N", help="Length of the latest reply.")] = 128,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16 or fp8. Default: the engine's.")
-    ] = None,
-    compression: Annotated[str, typer.Option(help="kv.compression: none or lossless (BF16 on GPUs).")] = "none",
+    reply_tokens: Annotated[int, Option(min=0, metavar="N", help="Length of the latest reply.")] = 128,
+    kv_dtype: Annotated[str | None, Option(help="float32, bfloat16, float16 or fp8. Default: the engine's.")] = None,
+    compression: Annotated[str, Option(help="kv.compression: none or lossless (BF16 on GPUs).")] = "none",
     page_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32.")
+        int | None, Option(min=1, metavar="N", help="Tokens per KV page. Default: the engine's, or 32.")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of one step. Default: 2048.")
+        int | None, Option(min=1, metavar="N", help="Tokens of one step. Default: 2048.")
     ] = None,
-    device_bytes: Annotated[
-        str | None, typer.Option(help="Device memory for KV pages that there is, e.g. 40GB.")
-    ] = None,
+    device_bytes: Annotated[str | None, Option(help="Device memory for KV pages that there is, e.g. 40GB.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Weights of a named model: bfloat16, float16, fp8, q4_0. Several with commas, for --gpus."),
+        Option(help="Weights of a named model: bfloat16, float16, fp8, q4_0. Several with commas, for --gpus."),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="Memory of GPUs, such as 16GB,24GB,80GB: conversations that fit beside weights.")
+        str | None, Option(help="Memory of GPUs, such as 16GB,24GB,80GB: conversations that fit beside weights.")
     ] = None,
-    host_bytes: Annotated[str | None, typer.Option(help="Host memory that there is, e.g. 100GB.")] = None,
-    disk_bytes: Annotated[str | None, typer.Option(help="Disk space that there is, e.g. 1TB.")] = None,
-    disk_rate: Annotated[str | None, typer.Option(help="What the disk reads per second, e.g. 4GB.")] = None,
+    host_bytes: Annotated[str | None, Option(help="Host memory that there is, e.g. 100GB.")] = None,
+    disk_bytes: Annotated[str | None, Option(help="Disk space that there is, e.g. 1TB.")] = None,
+    disk_rate: Annotated[str | None, Option(help="What the disk reads per second, e.g. 4GB.")] = None,
     prefill_tokens_per_s: Annotated[
-        float | None, typer.Option(min=1e-3, metavar="N", help="How fast the engine computes prompts.")
+        float | None, Option(min=1e-3, metavar="N", help="How fast the engine computes prompts.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Size the KV tiers for conversations that share no prefix: bytes of each, and what the tiers hold."""
     from wicore_trt.checkpoint.format import count_weight_bytes
@@ -66,9 +60,8 @@ def plan(
     if kv_dtype not in ITEM_BYTES:
         raise ConfigError(f"--kv-dtype {kv_dtype!r} is not known.", fix=f"Take one of {', '.join(ITEM_BYTES)}.")
     if compression not in ("none", "lossless") or (compression == "lossless" and kv_dtype != "bfloat16"):
-        raise ConfigError(
-            f"--compression {compression!r} for pages of {kv_dtype}.", fix="Take none, or bfloat16 pages."
-        )
+        fix = "Take none, or bfloat16 pages."
+        raise ConfigError(f"--compression {compression!r} for pages of {kv_dtype}.", fix=fix)
     coded = compression == "lossless"
     geometry = Geometry.from_spec(spec, page_tokens or own_page_tokens, kv_dtype, coded=coded)
     sizes = [
@@ -146,9 +139,8 @@ def _read_model(model: str, dtype: str | None) -> tuple[Gemma3Spec, str, int, in
     elif model in MODELS:
         spec = builtin_spec(model)
     else:
-        raise ConfigError(
-            f"--model {model}: no such directory, and no model of that name.", fix=did_you_mean(model, MODELS)
-        )
+        fix = did_you_mean(model, MODELS)
+        raise ConfigError(f"--model {model}: no such directory, and no model of that name.", fix=fix)
     return spec, "bfloat16", 32, spec.max_position_embeddings, {name: known[name] for name in names}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from wicore_trt.cli._options import complete_recipes
 
@@ -19,7 +20,7 @@ def root(context: typer.Context) -> None:
 
 
 @app.command("list")
-def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_command(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
     """List the packaged recipes with their first comment line."""
     from wicore_trt.cli._ui import print_json, print_table
     from wicore_trt.recipe import list_recipes, resolve_recipe
@@ -34,8 +35,8 @@ def list_command(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
 @app.command("show")
 def show_command(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or path.", autocompletion=complete_recipes)],
-    raw: Annotated[bool, typer.Option("--raw", help="Print the file itself, to copy and edit.")] = False,
+    recipe: Annotated[str, Argument(help="Recipe name or path.", autocompletion=complete_recipes)],
+    raw: Annotated[bool, Option("--raw", help="Print the file itself, to copy and edit.")] = False,
 ) -> None:
     """Print the final values of a recipe and where each one came from."""
     from wicore_trt.config import resolve_settings

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.cli._vllm import ServeCommand
@@ -22,7 +23,7 @@ from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, check_ex
 logger = logging.getLogger(__name__)
 
 _NETWORK, _LIMITS, _ENGINE, _OUTPUT = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
+    partial(Option, rich_help_panel=panel) for panel in ("Network", "Limits", "Engine", "Output")
 )
 COMMAND_CLASS = ServeCommand
 FILES = 128
@@ -32,7 +33,7 @@ FILES = 128
 def command(
     engine_or_recipe: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="ENGINE|RECIPE",
             help="Engine directory, or a recipe's name or file.",
             show_default=False,

@@ -79,9 +79,8 @@ class CompiledKernel:
             facts["arguments"] = tuple((name, type_) for name, type_ in data["arguments"])
             return cls(**{**facts, "aligned": frozenset(data["aligned"]), "cubin": cubin})
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineFormatError(
-                f"A compiled kernel does not fit its description: {error!r}.", fix="Build the engine again."
-            ) from error
+            fix = "Build the engine again."
+            raise EngineFormatError(f"A compiled kernel does not fit its description: {error!r}.", fix=fix) from error
 
 
 def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:

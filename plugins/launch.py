@@ -173,9 +173,8 @@ class CudaLauncher:
             self._driver = _cuda_driver()
         context = int(self._call_driver("cuCtxGetCurrent"))
         if not context:
-            raise EnvironmentUnfitError(
-                "No CUDA context is current on this thread.", fix="Create one first, for example by the framework."
-            )
+            fix = "Create one first, for example by the framework."
+            raise EnvironmentUnfitError("No CUDA context is current on this thread.", fix=fix)
         return context
 
     def _find_function(self, kernel: CompiledKernel, context: int) -> Any:
@@ -247,9 +246,8 @@ def _cuda_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise EnvironmentUnfitError(
-            f"The CUDA driver's Python bindings cannot be loaded: {error}.", fix="pip install cuda-bindings"
-        ) from error
+        fix = "pip install cuda-bindings"
+        raise EnvironmentUnfitError(f"The CUDA driver's Python bindings cannot be loaded: {error}.", fix=fix) from error
     try:
         (status,) = driver.cuInit(0)  # harmless where the framework has done it
     except RuntimeError as error:  # the driver's library is not there

@@ -72,10 +72,8 @@ def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
     if heads % pool.kv_heads:
         raise ConfigError(f"{heads} query heads cannot share {pool.kv_heads} KV heads.", fix="Check the model's heads.")
     if ITEM_BYTES[dtype] != 2 or pool.dtype not in ("fp8", dtype):
-        raise ConfigError(
-            f"{dtype} queries cannot read {pool.dtype} keys here.",
-            fix="Use bfloat16 or float16 for both, or FP8 keys.",
-        )
+        fix = "Use bfloat16 or float16 for both, or FP8 keys."
+        raise ConfigError(f"{dtype} queries cannot read {pool.dtype} keys here.", fix=fix)
     repeat: int = heads // pool.kv_heads
     return repeat
 

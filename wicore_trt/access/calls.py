@@ -112,9 +112,8 @@ def check_host(host: str | None, allowed: Sequence[str]) -> None:
     with suppress(ValueError):
         ipaddress.ip_address(name)
         return
-    raise ForbiddenError(
-        f"This server has no keys and does not answer to the name {shown(name)}.", fix="Set server.allowed_hosts."
-    )
+    fix = "Set server.allowed_hosts."
+    raise ForbiddenError(f"This server has no keys and does not answer to the name {shown(name)}.", fix=fix)
 
 
 def find_network(host: str) -> str | None:

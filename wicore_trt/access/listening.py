@@ -107,15 +107,11 @@ def check_exposure(settings: ServerSettings) -> None:
         return
     instead = "or --insecure where something in front of it does that"
     if settings.api_key is None and settings.keys_file is None and settings.tls_client_ca is None:
-        raise ConfigError(
-            f"Everybody who reaches {reached[0]} could use this server: it has no API keys.",
-            fix=f"Set WICORE_SERVER__API_KEY or --keys-file, and --tls-cert and --tls-key; {instead}.",
-        )
+        fix = f"Set WICORE_SERVER__API_KEY or --keys-file, and --tls-cert and --tls-key; {instead}."
+        raise ConfigError(f"Everybody who reaches {reached[0]} could use this server: it has no API keys.", fix=fix)
     if settings.tls_cert is None:
-        raise ConfigError(
-            f"API keys and texts would travel to {reached[0]} in clear text: there is no TLS.",
-            fix=f"Give --tls-cert and --tls-key, {instead}.",
-        )
+        fix = f"Give --tls-cert and --tls-key, {instead}."
+        raise ConfigError(f"API keys and texts would travel to {reached[0]} in clear text: there is no TLS.", fix=fix)
 
 
 def check_server(settings: ServerSettings) -> None:
@@ -144,9 +140,8 @@ def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        raise EnvironmentUnfitError(
-            f"Host {host!r} is unknown ({error}).", fix="Give an address of this machine."
-        ) from None
+        fix = "Give an address of this machine."
+        raise EnvironmentUnfitError(f"Host {host!r} is unknown ({error}).", fix=fix) from None
     failures = []
     for family, kind, protocol, _, address in found:
         try:
@@ -155,9 +150,8 @@ def check_free(host: str, port: int, flag: str = "--grpc-port") -> None:
                 probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise EnvironmentUnfitError(
-                    f"Port {port} on {host} is in use.", fix=f"Stop the other process or choose another {flag}."
-                ) from None
+                fix = f"Stop the other process or choose another {flag}."
+                raise EnvironmentUnfitError(f"Port {port} on {host} is in use.", fix=fix) from None
             failures.append(error)
     if len(failures) == len(found):
         raise EnvironmentUnfitError(f"Cannot listen on {format_address(host, port)}: {failures[0].strerror}.")

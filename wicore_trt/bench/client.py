@@ -141,9 +141,8 @@ class GrpcTarget:
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise UnavailableError(
-                    f"No server answers at {address}.", fix="Start one: wicore serve ENGINE."
-                ) from None
+                fix = "Start one: wicore serve ENGINE."
+                raise UnavailableError(f"No server answers at {address}.", fix=fix) from None
             raise WicoreError(f"{address}: {_name_status(error)}.") from None
         if answer is None or not answer.vocab_size:
             await channel.close()
@@ -242,10 +241,8 @@ async def open_target(
     target = await GrpcTarget.connect(address, api_key=api_key, tls_ca=tls_ca)
     if named not in (None, target.info.fingerprint):
         await target.close()
-        raise ConfigError(
-            f"{address} runs {target.info.model_id}, another engine than {engine}.",
-            fix="Name the engine that the server runs, or leave --engine out.",
-        )
+        fix = "Name the engine that the server runs, or leave --engine out."
+        raise ConfigError(f"{address} runs {target.info.model_id}, another engine than {engine}.", fix=fix)
     return target
 
 

@@ -165,9 +165,8 @@ def compare_engines(
         token_ids = read_tokens(tokenizer, text, tokens)
         check_rows(token_ids, engine.manifest.spec.vocab_size, text or "The text")
         if expected is not None and token_ids != expected:
-            raise ConfigError(
-                f"{path} and {engines[0]} have different tokenizers.", fix="Compare engines of one model."
-            )
+            fix = "Compare engines of one model."
+            raise ConfigError(f"{path} and {engines[0]} have different tokenizers.", fix=fix)
         expected = token_ids
         executor = load_scorer(engine, context=context, threads=threads)
         try:

@@ -118,10 +118,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
     if lora is not None and is_present(Path(source) / "rank0.safetensors"):
-        raise ConfigError(
-            f"{source} is a checkpoint, and an adapter is merged into a source.",
-            fix="Give the model that it was converted from.",
-        )
+        fix = "Give the model that it was converted from."
+        raise ConfigError(f"{source} is a checkpoint, and an adapter is merged into a source.", fix=fix)
     if calibration and is_present(Path(source) / "rank0.safetensors"):
         old = open_checkpoint(source)
         have = old.weights.storage
@@ -156,10 +154,8 @@ def convert(  # noqa: PLR0913 -- the public call is flat
 def check_has_tokenizer(source: str, files: Iterable[Path]) -> None:
     """Raise CheckpointError for a source without tokenizer.json, whose engine could not answer text."""
     if not any(file.name == "tokenizer.json" for file in files):
-        raise CheckpointError(
-            f"{source} has no tokenizer.json, and an engine without one can answer nothing.",
-            fix="Put the model's tokenizer files beside its weights and build again.",
-        )
+        fix = "Put the model's tokenizer files beside its weights and build again."
+        raise CheckpointError(f"{source} has no tokenizer.json, and an engine without one can answer nothing.", fix=fix)
 
 
 class _Conversion:

@@ -43,9 +43,8 @@ def fetch_model(name: str, output: Path | None = None, progress: Progress = igno
         package = import_module(MODELS[name])
         parts = [Path(part) for part in package.chunk_paths()]
     except ImportError as error:
-        raise EnvironmentUnfitError(
-            f"The packages of {name} are not installed.", fix=install_command("demo")
-        ) from error
+        fix = install_command("demo")
+        raise EnvironmentUnfitError(f"The packages of {name} are not installed.", fix=fix) from error
     door = UntrustedFiles(error=EnvironmentUnfitError, fix=f"{install_command('demo')} Add --force-reinstall.")
     total = sum(door.check_file(part) for part in parts)
     target = resolve_parents(output or cache_directory() / package.MODEL_NAME)

@@ -92,10 +92,8 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
             unread.append(name)
     weights = [name for name in unread if name.endswith(_WEIGHTS)]
     if weights:
-        raise CheckpointError(
-            f"{path / weights[0]} holds weights that no part of Gemma 3 reads.",
-            fix="Move it away if the model is whole without it.",
-        )
+        fix = "Move it away if the model is whole without it."
+        raise CheckpointError(f"{path / weights[0]} holds weights that no part of Gemma 3 reads.", fix=fix)
     if forms:
         notes.append(f"left aside, other forms of the weights: {list_some(forms)}.")
     if unread:

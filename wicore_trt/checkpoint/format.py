@@ -293,9 +293,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     config = _read_config(path)
     block = config.get("wicore")
     if not isinstance(block, dict) or config.get("architecture") != "Gemma3ForCausalLM":
-        raise CheckpointError(
-            f"{path / CONFIG} was not written by wicore.", fix="Convert the original model: wicore convert"
-        )
+        fix = "Convert the original model: wicore convert"
+        raise CheckpointError(f"{path / CONFIG} was not written by wicore.", fix=fix)
     if block.get("format_version") not in (FORMAT_VERSION, BLOCKS_VERSION):
         raise CheckpointError(
             f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION} "
@@ -366,14 +365,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a checkpoint directory.", fix=f"Make it: wicore convert SOURCE {quote_arg(path)}"
-        )
+        fix = f"Make it: wicore convert SOURCE {quote_arg(path)}"
+        raise CheckpointError(f"{path} is not a checkpoint directory.", fix=fix)
     if not is_present(path / CONFIG):
-        raise CheckpointError(
-            f"{path} has no {CONFIG}: it is not a checkpoint.",
-            fix="Run: wicore convert SOURCE OUTPUT, to a new directory",
-        )
+        fix = "Run: wicore convert SOURCE OUTPUT, to a new directory"
+        raise CheckpointError(f"{path} has no {CONFIG}: it is not a checkpoint.", fix=fix)
     return UntrustedFiles(path, fix="Convert the original model again, to a new directory.").read_json(
         path / CONFIG, limit=LIST_BYTES
     )

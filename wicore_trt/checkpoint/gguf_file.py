@@ -93,9 +93,8 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise EnvironmentUnfitError(
-            "Reading GGUF files needs the gguf package.", fix=install_command("gguf")
-        ) from error
+        fix = install_command("gguf")
+        raise EnvironmentUnfitError("Reading GGUF files needs the gguf package.", fix=fix) from error
     return gguf
 
 
@@ -115,9 +114,8 @@ def _open_one(path: Path, door: UntrustedFiles) -> GgufFile:
         reader = _Reader(file, path, min(size, _MAX_HEADER))
         start = reader.take_bytes(4, "the file's start") if size >= len(_MAGIC) else b""
         if start != _MAGIC:
-            raise CheckpointError(
-                f"{path} is not a GGUF file.", fix=_other_kind(path, start + file.read(_MAX_MANIFEST))
-            )
+            fix = _other_kind(path, start + file.read(_MAX_MANIFEST))
+            raise CheckpointError(f"{path} is not a GGUF file.", fix=fix)
         version = reader.read_scalar("I", "the version")
         if version not in (2, 3):
             turned = "It is big-endian: convert the model anew for this machine." if version % 65536 == 0 else None
@@ -173,10 +171,8 @@ def _join_parts(path: Path, count: int, door: UntrustedFiles) -> GgufFile:
     """Join the `count` parts of a model, which lie beside its part `path`."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
-        raise CheckpointError(
-            f"{path} is one part of a split GGUF: split.count is {count}.",
-            fix="Call the parts NAME-00001-of-0000N.gguf, or merge them with `llama-gguf-split --merge`.",
-        )
+        fix = "Call the parts NAME-00001-of-0000N.gguf, or merge them with `llama-gguf-split --merge`."
+        raise CheckpointError(f"{path} is one part of a split GGUF: split.count is {count}.", fix=fix)
     paths = [path.with_name(f"{match[1]}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
     lacking = [part.name for part in paths if not is_present(part)]
     if lacking:

@@ -37,26 +37,21 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_FILES))
     except GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo_id} is gated.", fix=f"Accept its licence at {page}, then {login} and try again."
-        ) from error
+        fix = f"Accept its licence at {page}, then {login} and try again."
+        raise CheckpointError(f"{repo_id} is gated.", fix=fix) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{repo_id} has no revision {revision!r}.", fix=f"Its revisions are listed at {page}/commits/main."
-        ) from error
+        fix = f"Its revisions are listed at {page}/commits/main."
+        raise CheckpointError(f"{repo_id} has no revision {revision!r}.", fix=fix) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"The hub has no model {repo_id}, or it is private.", fix=f"Check the name; for a private model {login}."
-        ) from error
+        fix = f"Check the name; for a private model {login}."
+        raise CheckpointError(f"The hub has no model {repo_id}, or it is private.", fix=fix) from error
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
                 f"{repo_id} is not in the local cache, and HF_HUB_OFFLINE is set.",
                 fix=f"Unset HF_HUB_OFFLINE, or run `hf download {repo_id}` on a connected machine and copy the cache.",
             ) from error
-        raise CheckpointError(
-            f"The hub cannot be reached and {repo_id} is not in the local cache.",
-            fix="Check the connection (HTTPS_PROXY, HF_ENDPOINT), or give the path of a local copy.",
-        ) from error
+        fix = "Check the connection (HTTPS_PROXY, HF_ENDPOINT), or give the path of a local copy."
+        raise CheckpointError(f"The hub cannot be reached and {repo_id} is not in the local cache.", fix=fix) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(f"Downloading {repo_id} failed: {error}", fix="Run the command again.") from error

@@ -179,10 +179,8 @@ class LoraSource(Source):
         if config.init_lora_weights not in _INITS:
             odd.append("init_lora_weights")
         if odd:
-            raise CheckpointError(
-                f"{place}: {odd[0]} is {shown(said[odd[0]])}, which WiCore does not merge.",
-                fix="Merge it with peft's merge_and_unload and build the result.",
-            )
+            fix = "Merge it with peft's merge_and_unload and build the result."
+            raise CheckpointError(f"{place}: {odd[0]} is {shown(said[odd[0]])}, which WiCore does not merge.", fix=fix)
         return config
 
     def _sort_tensors(self) -> tuple[dict[str, str], dict[str, dict[str, str]], int]:

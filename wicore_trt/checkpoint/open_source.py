@@ -39,9 +39,8 @@ def _open_base(
     path = Path(os.path.expanduser(ref))  # an unknown ~name stays as it is
     if is_present(path) and not os.path.isdir(path):
         if path.suffix == ".safetensors":
-            raise CheckpointError(
-                f"{path} is one file of a model.", fix=f"Give its directory: {quote_arg(path.parent)}"
-            )
+            fix = f"Give its directory: {quote_arg(path.parent)}"
+            raise CheckpointError(f"{path} is one file of a model.", fix=fix)
         return GgufSource(path, mmproj, text_only=text_only)
     if os.path.isdir(path):
         safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))

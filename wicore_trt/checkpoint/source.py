@@ -380,9 +380,8 @@ def _weight_files(path: Path, door: UntrustedFiles) -> tuple[list[SafetensorsFil
     if odd:
         raise door.make_error(index, f"names files outside its directory: {shown(odd)}")
     if is_present(path / SINGLE) and SINGLE not in shards:
-        raise CheckpointError(
-            f"{path} holds both {SINGLE} and {INDEX}, which does not name it.", fix="Remove the one that is not meant."
-        )
+        fix = "Remove the one that is not meant."
+        raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}, which does not name it.", fix=fix)
     missing = [s for s in shards if not is_present(path / s)]
     if missing:
         raise CheckpointError(

@@ -104,9 +104,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
     try:
         created = datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)
     except (ValueError, OverflowError, OSError):
-        raise ConfigError(
-            f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix="Unset it or correct it."
-        ) from None
+        fix = "Unset it or correct it."
+        raise ConfigError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be seconds since 1970.", fix=fix) from None
     _check_options(options, source)
     compiler = find_backend(options.backend)
     with replace_output(output, ENGINE, force=force, source=None if dummy else source) as scratch:
@@ -125,10 +124,8 @@ def build_engine(  # noqa: PLR0913 -- the public call is flat; inside, the optio
             engine = open_engine(scratch.directory, verify=False)
         except EngineFormatError as error:
             said = error.message.replace(str(scratch.directory), scratch.output.name)
-            raise CheckpointError(
-                f"{name} makes no engine that opens: {said}",
-                fix=f"{scratch.output} was left as it was. Check the model's files.",
-            ) from error
+            fix = f"{scratch.output} was left as it was. Check the model's files."
+            raise CheckpointError(f"{name} makes no engine that opens: {said}", fix=fix) from error
         scratch.publish_output()
     return replace(engine, path=scratch.output)
 
@@ -159,14 +156,11 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
             fix="Leave it out, or give the GGUF file that it belongs to.",
         )
     if options.lora is not None and (options.dummy or is_unified_checkpoint(Path(source))):
-        raise ConfigError(
-            "an adapter is merged into a source, which a checkpoint or made-up weights are not.",
-            fix="Give the model that the adapter was trained on, or convert it with --lora.",
-        )
+        fix = "Give the model that the adapter was trained on, or convert it with --lora."
+        raise ConfigError("an adapter is merged into a source, which a checkpoint or made-up weights are not.", fix=fix)
     if options.revision and (is_present(Path(source)) or not is_hub_id(str(source))):
-        raise ConfigError(
-            f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix="Leave --revision out."
-        )
+        fix = "Leave --revision out."
+        raise ConfigError(f"--revision is a commit, branch or tag of a hub id, and {source} is none.", fix=fix)
     if not 1 <= options.page_tokens <= MAX_PAGE_TOKENS or options.page_tokens & (options.page_tokens - 1):
         raise ConfigError(f"page_tokens must be a power of two up to {MAX_PAGE_TOKENS}, got {options.page_tokens}.")
     if not 1 <= options.tp_size <= MAX_RANKS:
@@ -218,16 +212,13 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
     """Check that options describe the checkpoint: building does not convert a second time."""
     have = checkpoint.weights.storage
     if options.dtype not in ("auto", have):
-        raise ConfigError(
-            f"the checkpoint is {have}, not {options.dtype}.", fix=f"Convert the source with --dtype {options.dtype}."
-        )
+        fix = f"Convert the source with --dtype {options.dtype}."
+        raise ConfigError(f"the checkpoint is {have}, not {options.dtype}.", fix=fix)
     if checkpoint.weights.group and options.backend not in READ_BLOCKS:
         raise make_blocks_error(options.backend)
     if options.tp_size not in (1, checkpoint.tp_size):
-        raise ConfigError(
-            f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.",
-            fix=f"Convert the source with --tp {options.tp_size}.",
-        )
+        fix = f"Convert the source with --tp {options.tp_size}."
+        raise ConfigError(f"the checkpoint is split for {checkpoint.tp_size} ranks, not {options.tp_size}.", fix=fix)
     if not options.dummy:
         from wicore_trt.checkpoint.convert import check_has_tokenizer
 

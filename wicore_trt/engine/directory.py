@@ -109,10 +109,8 @@ def open_engine(path: Path, *, verify: bool = True) -> EngineDir:
         return engine
     extra = engine.find_unlisted()
     if extra:
-        raise EngineFormatError(
-            f"engine {path} holds {list_some(extra, 1)}, which it was not built with.",
-            fix=f"Move what is not the engine's elsewhere. {engine.rebuild_advice}",
-        )
+        fix = f"Move what is not the engine's elsewhere. {engine.rebuild_advice}"
+        raise EngineFormatError(f"engine {path} holds {list_some(extra, 1)}, which it was not built with.", fix=fix)
     records: dict[str, FileRecord] = {}
     for name in engine.manifest.files:
         record = read_intact(engine, name)

@@ -199,9 +199,8 @@ def read_manifest(path: Path) -> Manifest:
     if not is_present(path):
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
     if not os.path.isdir(path):
-        raise EngineFormatError(
-            f"{path} is a file; an engine is a directory.", fix="Build one: wicore build SOURCE OUTPUT"
-        )
+        fix = "Build one: wicore build SOURCE OUTPUT"
+        raise EngineFormatError(f"{path} is a file; an engine is a directory.", fix=fix)
     manifest_path = path / MANIFEST_NAME
     if not is_present(manifest_path):
         raise EngineFormatError(f"{path} is not an engine: it has no {MANIFEST_NAME}.", fix=build)

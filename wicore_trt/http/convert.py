@@ -138,9 +138,8 @@ def make_sampling(
 ) -> SamplingParams:
     """Make sampling parameters; `constraint` replaces the body's. Raises InvalidRequestError for bad values."""
     if isinstance(body, GenerationFields) and body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs are not streamed.", field="prompt_logprobs", fix="Use /v1/completions, echo and logprobs."
-        )
+        fix = "Use /v1/completions, echo and logprobs."
+        raise InvalidRequestError("prompt_logprobs are not streamed.", field="prompt_logprobs", fix=fix)
     given: dict[str, Any] = {}
     for row in SAMPLING:
         if row.name not in _OWN_WAY and (value := getattr(body, row.http, None)) is not None:

@@ -58,11 +58,8 @@ def _get_once(url: str, hosts: Collection[str], field: str, until: float) -> tup
     port = parts.port or _PORTS.get(scheme, 0)
     name = host if port == _PORTS.get(scheme) else f"{host}:{port}"
     if not host or scheme not in _PORTS or "@" in parts.netloc or not any(fnmatchcase(name, h.lower()) for h in hosts):
-        raise InvalidRequestError(
-            f"Images from {shown(name)} are not fetched here.",
-            field=field,
-            fix="Send the image's bytes, as a data: URL, or have the operator add the host to server.image_hosts.",
-        )
+        fix = "Send the image's bytes, as a data: URL, or have the operator add the host to server.image_hosts."
+        raise InvalidRequestError(f"Images from {shown(name)} are not fetched here.", field=field, fix=fix)
     address, left = find_public_address(host, port), max(1e-3, until - time.monotonic())
     connection = http.client.HTTPConnection(host, port)
     sock = socket.create_connection((address, port), left)  # which no second look-up can change

@@ -167,10 +167,8 @@ def read_hf_config(config: Mapping[str, Any], place: str = "config.json") -> Gem
     if kind not in (*_WRAPPED, "gemma3_text"):
         family = max((m for m in _OTHER_MODELS if str(kind).startswith(m)), key=len, default=None)
         what = f"it is {_OTHER_MODELS[family]}" if family else f"model_type {shown(kind)} is not supported"
-        raise CheckpointError(
-            f"{place} has no model_type." if kind is None else f"{place}: {what}.",
-            fix="WiCore builds Gemma 3: model_type 'gemma3_text' or 'gemma3'.",
-        )
+        fix = "WiCore builds Gemma 3: model_type 'gemma3_text' or 'gemma3'."
+        raise CheckpointError(f"{place} has no model_type." if kind is None else f"{place}: {what}.", fix=fix)
     _refuse_others(config, place)
     _refuse_heads(config, place)
     outer_tie: bool | None = None

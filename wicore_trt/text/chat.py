@@ -72,9 +72,8 @@ class ChatTemplate:
         compiled = {} if broken else run_template(source, self._tokens, None)
         broken = broken or compiled.get("broken")
         if broken:
-            raise EngineFormatError(
-                f"The chat template in {origin} is broken: {broken}.", fix="Restore the model's own file."
-            )
+            fix = "Restore the model's own file."
+            raise EngineFormatError(f"The chat template in {origin} is broken: {broken}.", fix=fix)
         self.variables = frozenset(compiled["text"].split("\n"))
         self.fault: str | None = None
         self._user: Mapping[str, Any] = PROBE

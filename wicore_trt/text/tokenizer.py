@@ -122,10 +122,8 @@ class Tokenizer:
             home=where,
         )
         if not made.eos_ids:
-            raise EngineFormatError(
-                f"No file in {where} names the token that ends a generation.",
-                fix="Put the model's generation_config.json beside its weights and build again.",
-            )
+            fix = "Put the model's generation_config.json beside its weights and build again."
+            raise EngineFormatError(f"No file in {where} names the token that ends a generation.", fix=fix)
         return made
 
     @property
@@ -364,6 +362,5 @@ codecs.register_error(_EACH_BYTE, _each_byte)
 def check_rows(token_ids: Sequence[int], vocab_size: int, text: object) -> None:
     """Raise ConfigError when `text` has an id that is no row of an embedding with `vocab_size` rows."""
     if token_ids and max(token_ids) >= vocab_size:
-        raise ConfigError(
-            f"{text} has the token id {max(token_ids)}, for which the model has no row.", fix="Take that token out."
-        )
+        fix = "Take that token out."
+        raise ConfigError(f"{text} has the token id {max(token_ids)}, for which the model has no row.", fix=fix)

@@ -56,9 +56,8 @@ class TensorRTBackend(Backend):
         if not targets and len(api.targets) == 1:
             targets = list(api.targets)
         if not targets:
-            raise ConfigError(
-                "backend 'tensorrt' needs a target.", fix=f"Give --target; known: {', '.join(api.targets)}."
-            )
+            fix = f"Give --target; known: {', '.join(api.targets)}."
+            raise ConfigError("backend 'tensorrt' needs a target.", fix=fix)
         for target in targets:
             api.check_target(target)
         check_dtypes(targets, (options.dtype, options.kv_dtype))  # what is known before converting takes its time

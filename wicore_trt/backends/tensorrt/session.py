@@ -101,9 +101,8 @@ def load_plans(trt: Any, engine: EngineDir, target: str, runtime: Any = None) ->
         name = plan_io.plan_file(target, phase)
         loaded = runtime.deserialize_cuda_engine(engine.read(name))
         if loaded is None:
-            raise EnvironmentUnfitError(
-                f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.", fix=rebuild_plans(engine)
-            )
+            fix = rebuild_plans(engine)
+            raise EnvironmentUnfitError(f"TensorRT {trt.__version__} does not load {name}: {book.reason()}.", fix=fix)
         profile, tensors = limits.profile(phase), {t.name: t for t in index[phase]}
         names = {loaded.get_tensor_name(i) for i in range(loaded.num_io_tensors)}
         problems = [f"it lacks {tensor}" for tensor in sorted({*tensors} - names)]

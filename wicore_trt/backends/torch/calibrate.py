@@ -98,10 +98,8 @@ def _measure_scales(
     amax = measure_magnitudes(whole, token_ids, tokenizer.bos_id, progress)
     wrong = [name for name, value in amax.items() if not np.isfinite(value)]
     if wrong:
-        raise CheckpointError(
-            f"On the calibration text the model computes no finite numbers: {wrong[0]}.",
-            fix="Check the model's weights.",
-        )
+        fix = "Check the model's weights."
+        raise CheckpointError(f"On the calibration text the model computes no finite numbers: {wrong[0]}.", fix=fix)
     scales = {}
     for name, value in amax.items():
         scale = np.float32(value) / np.float32(E4M3_MAX)
@@ -117,10 +115,8 @@ def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: i
     text = UntrustedFiles(error=ConfigError, fix="Give a plain text file.").read_text(path, limit=_TEXT_BYTES)
     token_ids = tokenizer.encode(text, add_bos=False)
     if len(token_ids) < max(1, calibration.tokens):
-        raise ConfigError(
-            f"{path} has {len(token_ids)} tokens, not {calibration.tokens}.",
-            fix="Give a longer text, or lower --calibrate-tokens.",
-        )
+        fix = "Give a longer text, or lower --calibrate-tokens."
+        raise ConfigError(f"{path} has {len(token_ids)} tokens, not {calibration.tokens}.", fix=fix)
     check_rows(token_ids, vocab_size, path)
     return token_ids[: calibration.tokens]
 

@@ -202,9 +202,8 @@ def _native_library(engine: EngineTensors, kernels: str, device: torch.device) -
         if library is None:
             reason, level = f"the library {why_lacking()}", logging.WARNING
     if reason and kernels == "native":
-        raise EnvironmentUnfitError(
-            f"The native CPU kernels cannot be used: {reason}.", fix=f"Set executor.kernels to auto. {FIX}"
-        )
+        fix = f"Set executor.kernels to auto. {FIX}"
+        raise EnvironmentUnfitError(f"The native CPU kernels cannot be used: {reason}.", fix=fix)
     if reason and device.type == "cpu":
         log.log(level, "slower torch operators in place of the native CPU kernels: %s", reason)
     return library
@@ -219,8 +218,6 @@ def _find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnfitError(
-            f"Device {name!r} was asked for, and PyTorch finds no GPU.",
-            fix="Set executor.device to cpu, or install a CUDA build of torch and its driver.",
-        )
+        fix = "Set executor.device to cpu, or install a CUDA build of torch and its driver."
+        raise EnvironmentUnfitError(f"Device {name!r} was asked for, and PyTorch finds no GPU.", fix=fix)
     return device

@@ -154,6 +154,5 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], spec: Gemma3Spec) -> Non
     for what, names in (("lacks tensors", missing), ("has tensors that do not fit its spec", wrong)):
         if names:
             more = ", ..." if len(names) > MAX_LISTED else ""
-            raise EngineFormatError(
-                f"The engine {what}: {', '.join(names[:MAX_LISTED])}{more}.", fix="Build the engine again."
-            )
+            fix = "Build the engine again."
+            raise EngineFormatError(f"The engine {what}: {', '.join(names[:MAX_LISTED])}{more}.", fix=fix)

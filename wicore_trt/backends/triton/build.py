@@ -36,9 +36,8 @@ class TritonBackend(Backend):
             if target not in TARGETS:
                 raise ConfigError(f"backend 'triton' cannot build for {target!r}.", fix=f"Use one of {known}.")
         if options.dtype == "float32":
-            raise ConfigError(
-                "backend 'triton' has no float32 kernels.", fix=f"Use --dtype {', '.join(DTYPES)} or fp8."
-            )
+            fix = f"Use --dtype {', '.join(DTYPES)} or fp8."
+            raise ConfigError("backend 'triton' has no float32 kernels.", fix=fix)
         try:
             import triton  # noqa: F401 -- imported to see that it is here
         except ImportError as error:

@@ -86,9 +86,8 @@ def _kill_on_failure(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]
                         child.kill()
                 raise
     except BrokenProcessPool as error:
-        raise EnvironmentUnfitError(
-            "A process that compiled kernels was killed.", fix="Check the machine's free memory and try again."
-        ) from error
+        fix = "Check the machine's free memory and try again."
+        raise EnvironmentUnfitError("A process that compiled kernels was killed.", fix=fix) from error
 
 
 def _start_worker(crossover: dict[str, dict[str, int]]) -> None:

@@ -510,7 +510,5 @@ def _must_fit() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise EnvironmentUnfitError(
-            f"The engine does not fit into the GPU's memory: {error}",
-            fix="Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU.",
-        ) from error
+        fix = "Build it with --dtype fp8, lower scheduler.max_batch_tokens, or take a larger GPU."
+        raise EnvironmentUnfitError(f"The engine does not fit into the GPU's memory: {error}", fix=fix) from error

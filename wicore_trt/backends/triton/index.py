@@ -64,14 +64,12 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
             entry = KernelEntry(role, row["bucket"], kernels[row["kernel"]], parse_config(role, row["config"]))
             entries.append(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineFormatError(
-            f"{directory / INDEX} cannot be read: {error!r}.", fix="Build the engine again."
-        ) from error
+        fix = "Build the engine again."
+        raise EngineFormatError(f"{directory / INDEX} cannot be read: {error!r}.", fix=fix) from error
     wrong = [name for name, kernel in kernels.items() if kernel.target != target]
     if wrong:
-        raise EngineFormatError(
-            f"{wrong[0]} in {directory / folder} is not for {target}.", fix="Build the engine again."
-        )
+        fix = "Build the engine again."
+        raise EngineFormatError(f"{wrong[0]} in {directory / folder} is not for {target}.", fix=fix)
     return KernelTable(target, entries)
 
 

@@ -169,6 +169,5 @@ def _prove_norms(weights: Mapping[str, torch.Tensor]) -> None:
         if not name.endswith(("layernorm.weight", "ln_f.weight")) or ".post_" in name:
             continue
         if sqrt(weight.numel()) * float(weight.abs().max()) > FLOAT16_MAX:
-            raise EngineFormatError(
-                f"{name} is too large for float16.", fix="Build the engine with --dtype bfloat16 or fp8."
-            )
+            fix = "Build the engine with --dtype bfloat16 or fp8."
+            raise EngineFormatError(f"{name} is too large for float16.", fix=fix)

@@ -87,20 +87,16 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, 
 def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
     again = f"wicore convert {quote_arg(checkpoint.source)} OUTPUT"
     if checkpoint.dtype not in DTYPES:
-        raise ConfigError(
-            f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.",
-            fix=f"{again} --dtype bfloat16",
-        )
+        fix = f"{again} --dtype bfloat16"
+        raise ConfigError(f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.", fix=fix)
     if checkpoint.weights.fp8 and not checkpoint.weights.static_activations:
         raise ConfigError(
             "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none.",
             fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT",
         )
     if kv_fp8 and not checkpoint.kv_scales:
-        raise ConfigError(
-            "TensorRT-LLM's FP8 KV cache needs scales, and this checkpoint has none.",
-            fix=f"Measure them: {again} --calibrate TEXT, or leave --kv-dtype out.",
-        )
+        fix = f"Measure them: {again} --calibrate TEXT, or leave --kv-dtype out."
+        raise ConfigError("TensorRT-LLM's FP8 KV cache needs scales, and this checkpoint has none.", fix=fix)
 
 
 def _write_rank(

@@ -154,10 +154,8 @@ def _check_machine(engine: EngineDir, installed: str) -> str:
         raise EnvironmentUnfitError(f"engine {engine.path} is for {targets}, and PyTorch finds no GPU here.")
     here = "sm{}{}".format(*torch.cuda.get_device_capability())
     if here not in manifest.targets:
-        raise EnvironmentUnfitError(
-            f"engine {engine.path} is for {targets}, and this GPU is {here}.",
-            fix="Build it again on this machine: trtllm-build compiles for the GPU that it runs on.",
-        )
+        fix = "Build it again on this machine: trtllm-build compiles for the GPU that it runs on."
+        raise EnvironmentUnfitError(f"engine {engine.path} is for {targets}, and this GPU is {here}.", fix=fix)
     return here
 
 
