@@ -117,17 +117,16 @@ def convert(  # noqa: PLR0913 -- the public call is flat
     unknown dtype, a bad calibration text or an output that exists; EnvironmentUnfitError when the disk is too small."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown.", fix=f"Use one of {', '.join(DTYPES)}.")
-    if lora is not None and is_present(Path(source) / "rank0.safetensors"):
+    is_checkpoint = is_present(Path(source) / "rank0.safetensors")
+    if lora is not None and is_checkpoint:
         fix = "Give the model that it was converted from."
         raise ConfigError(f"{source} is a checkpoint, and an adapter is merged into a source.", fix=fix)
-    if calibration and is_present(Path(source) / "rank0.safetensors"):
+    if calibration and is_checkpoint:
         old = open_checkpoint(source)
-        have = old.weights.storage
-        if dtype not in ("auto", have) or tp_size not in (1, old.tp_size):
-            raise ConfigError(
-                f"{old.path} is a checkpoint of {have} for tp {old.tp_size}; it can be calibrated, not cast.",
-                fix=f"Leave --dtype and --tp out, or convert {old.source}.",
-            )
+        form = f"{old.weights.storage} for tp {old.tp_size}"
+        if dtype not in ("auto", old.weights.storage) or tp_size not in (1, old.tp_size):
+            fix = f"Leave --dtype and --tp out, or convert {old.source}."
+            raise ConfigError(f"{old.path} is a checkpoint of {form}; it can be calibrated, not cast.", fix=fix)
         return calibration.of_checkpoint(source, output, force=force, progress=progress)
     if calibration and dtype != FP8.storage and not calibration.kv_scales:
         raise ConfigError(f"Without KV scales a {dtype} checkpoint has nothing to calibrate.", fix="Use --dtype fp8.")
@@ -172,14 +171,13 @@ class _Conversion:
         self._dtype = "bfloat16" if dtype in QUANTIZED else dtype
         self._read_as = source.describe_reading(dtype, None if calibration else source.static_scales)
         self._calibration, own = calibration, {} if calibration else source.static_scales
+        self._linears = [(t, n) for t in unified_tensors(source.spec) if t.role is Role.LINEAR for n in t.sources]
         weights = QUANTIZED.get(dtype, PLAIN[self._dtype])
         weights = self._find_block_format(weights) if weights.group else weights
-        linear = next(t for t in unified_tensors(source.spec) if t.role is Role.LINEAR)
-        static = calibration is not None or activation_scale_name(linear.name) in own
+        static = calibration is not None or activation_scale_name(self._linears[0][0].name) in own
         self._weights = weights.calibrated if static else weights
         self._kv_scales = calibration.kv_scales if calibration else kv_scale_name(0) in own
-        self._progress = progress
-        self._report = CastReport()
+        self._progress, self._report = progress, CastReport()
         self._static = static_scales(source.spec, self._weights, self._kv_scales)
         self._scales: Mapping[str, np.ndarray] = own
         self._entries = [
@@ -191,10 +189,9 @@ class _Conversion:
 
     def _find_block_format(self, weights: WeightFormat) -> WeightFormat:
         """Return `weights` with the minimums that the source's Q4_1 linears have, and the storage of its head."""
-        source, tensors = self._source, unified_tensors(self._source.spec)
-        linears = [(t, name) for t in tensors if t.role is Role.LINEAR for name in t.sources]
-        kinds = {linear_kind(t.name) for t, name in linears if source.find_blocks(name) == "Q4_1"}
-        names = {t.sources[0]: t.role for t in tensors if t.role in (Role.EMBEDDING, Role.HEAD)}
+        source = self._source
+        kinds = {linear_kind(t.name) for t, name in self._linears if source.find_blocks(name) == "Q4_1"}
+        names = {t.sources[0]: t.role for t in unified_tensors(source.spec) if t.role in (Role.EMBEDDING, Role.HEAD)}
         heads = {name: self._find_head(name) for name in names}
         head = next(iter(heads.values())) if len({*heads.values()}) == 1 else ""
         self._rounded = [
@@ -215,8 +212,7 @@ class _Conversion:
 
     def _describe_blocks(self) -> list[str]:
         """Return sentences on what is kept as published and what is not, for the dtype of this conversion."""
-        source = self._source
-        linears = [n for t in unified_tensors(source.spec) if t.role is Role.LINEAR for n in t.sources]
+        source, linears = self._source, [name for _, name in self._linears]
         kept = [n for n in linears if source.find_blocks(n) in LINEAR_BLOCKS]
         if not self._weights.group:
             advice = f"{len(kept)} of {len(linears)} linears have 4 bits that --dtype q4_0 keeps, bit for bit."
@@ -242,10 +238,9 @@ class _Conversion:
         from wicore_trt.checkpoint.tokenizer_check import check_tokenizer
 
         spec, vision = self._source.spec, self._source.vision
-        marks = vision.marks if vision else ()
-        notes = check_tokenizer(self._directory, self._source.name, spec.vocab_size, marks)
-        origin = {"source": make_printable(self._source.name), "revision": self._source.revision, **options}
-        origin[READ_AS] = self._read_as
+        notes = check_tokenizer(self._directory, self._source.name, spec.vocab_size, vision.marks if vision else ())
+        source = make_printable(self._source.name)
+        origin = {"source": source, "revision": self._source.revision, READ_AS: self._read_as, **options}
         if self._calibration:
             found = self._calibration.of_source(self._source, self._directory, self._progress)
             self._scales, origin["calibration"] = found.scales, found.origin
@@ -254,14 +249,11 @@ class _Conversion:
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()
-        for file in tokenizer:
-            files[file.name] = record_of(file)
-        origin["vision"] = vision and vision.to_dict()
-        origin["flushed_to_zero"] = self._report.flushed_to_zero
-        kv_scales = self._kv_scales
-        config = build_config(spec, self._dtype, self._weights, self._tp, files, origin, kv_scales=kv_scales)
-        write_config(self._directory, config)
-        read_as = [self._read_as] if self._read_as else []
+        files |= {file.name: record_of(file) for file in tokenizer}
+        origin |= {"vision": vision and vision.to_dict(), "flushed_to_zero": self._report.flushed_to_zero}
+        form = self._dtype, self._weights, self._tp
+        write_config(self._directory, build_config(spec, *form, files, origin, kv_scales=self._kv_scales))
+        read_as = filter(None, [self._read_as])
         return [*read_as, *self._source.notes, *notes, *self._describe_blocks(), *self._report.describe_losses()]
 
     def _write_ranks(self) -> dict[str, FileRecord]:

@@ -95,13 +95,11 @@ def bad_row(block: np.ndarray, tag: str) -> int | None:
         "F16": (np.uint16, np.int16, 0x7C00),
         "BF16": (np.uint16, np.int16, 0x7F80),
     }[tag]
-    whole = block.view(bits)
-    sign = 1 << (8 * block.itemsize - 1)
+    whole, sign = block.view(bits), 1 << (8 * block.itemsize - 1)
     if whole.size == 0 or (int(whole.max()) < sign + top and int(block.view(signed).max()) < top):
         return None
     wrong = (whole & (sign - 1)) >= top
-    rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))
-    return int(rows[0])
+    return int(np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))[0])
 
 
 def flushed_to_zero(values: np.ndarray, stored: np.ndarray) -> int:
@@ -123,15 +121,13 @@ def e4m3_bits(x: np.ndarray) -> np.ndarray:
     """Cast float32 values to E4M3 bits (uint8, same shape), saturating; NaN becomes 0x7F.
     The cast is one look-up in a table of 65,536 entries. Rounding to 3 mantissa bits depends only on the upper 16
     bits of a float32 and a sticky lowest bit for the bits cut off."""
-    codes: np.ndarray = _e4m3_table().take(_upper_half(x))
-    return codes
+    return _e4m3_table().take(_upper_half(x))
 
 
 def _upper_half(x: np.ndarray) -> np.ndarray:
     """Return indices of float32 values in a table of upper halves, of the type with the fastest look-ups."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    index: np.ndarray = ((bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)).astype(np.intp)
-    return index
+    return ((bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)).astype(np.intp)
 
 
 def e4m3_values() -> np.ndarray:
@@ -156,6 +152,4 @@ def _e4m3_table() -> np.ndarray:
     low, high = np.minimum(x, E4M3_MAX) - grid[below], grid[above] - np.minimum(x, E4M3_MAX)
     nearest = np.where((low < high) | ((low == high) & (below % 2 == 0)), below, above).astype(np.uint8)
     nearest[np.isnan(x)] = 0x7F
-    sign = ((upper >> np.uint32(15)) << np.uint32(7)).astype(np.uint8)
-    table: np.ndarray = nearest | sign
-    return table
+    return nearest | ((upper >> np.uint32(15)) << np.uint32(7)).astype(np.uint8)

@@ -52,7 +52,7 @@ class PackedModule:
     def __init__(
         self, form: PackedForm, module: str, parts: Mapping[str, tuple[SafetensorsFile, str]], memo: dict[str, Any]
     ) -> None:
-        self.form, self.module, self._parts, self._memo = form, module, parts, memo
+        self.form, self.module, self.parts, self._memo = form, module, parts, memo
         self.path, self.state = next(iter(parts.values()))[0].path, dict[str, Any]()
         size, self.bits = form.sizes_of(module)
         kind = KINDS[form.kind]
@@ -73,11 +73,8 @@ class PackedModule:
     def make_error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {named(self.module)}, of {self.form.title}, {what}.", fix=FIX)
 
-    def has_part(self, part: str) -> bool:
-        return part in self._parts
-
     def info(self, part: str) -> TensorInfo:
-        file, raw = self._parts[part]
+        file, raw = self.parts[part]
         return file.tensors[raw]
 
     def measure_dims(self, part: str) -> tuple[int, int]:
@@ -89,7 +86,7 @@ class PackedModule:
 
     def read_rows(self, part: str, start: int, stop: int) -> np.ndarray:
         """Read rows of a part, floats as float32."""
-        file, raw = self._parts[part]
+        file, raw = self.parts[part]
         block, tag = file.read_rows(raw, start, stop), file.tensors[raw].dtype
         return to_float32(block, tag) if tag in FLOATS else block
 
@@ -100,8 +97,7 @@ class PackedModule:
             self._memo["module"] = self
         if part not in self._memo:
             self._memo[part] = self.read_rows(part, 0, (*self.info(part).shape, 1)[0])
-        kept: np.ndarray = self._memo[part]
-        return kept
+        return self._memo[part]
 
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
         """Decode rows [start, stop) of the weight, float32 [stop - start, columns]."""
@@ -134,7 +130,6 @@ def read_integers(module: PackedModule, start: int, stop: int) -> tuple[np.ndarr
         codes = unpack_words(module.read_rows("weight_packed", start, stop), module.bits)[:, : module.columns]
         scales = module.read_rows("weight_scale", start, stop)
     else:
-        find_order(module)
         codes = unpack_words(module.read_whole("qweight")[:, start:stop].T, module.bits)
         scales = module.read_whole("scales")[:, start:stop].T
     return (codes - np.uint8(1 << (module.bits - 1))).view(np.int8), scales
@@ -143,10 +138,8 @@ def read_integers(module: PackedModule, start: int, stop: int) -> tuple[np.ndarr
 def fits_q4_0(module: PackedModule) -> bool:
     """Tell whether Q4_0 holds a module exactly: symmetric W4A16, or GPTQ whose columns have no order of their own, in
     groups of whole blocks, its scales float16."""
-    if module.form.ordered or module.bits != 4 or module.columns // module.groups % GROUP:
-        return False
     part = {"pack": "weight_scale", "gptq": "scales"}.get(module.form.kind)
-    if part is None:
+    if part is None or module.form.ordered or module.bits != 4 or module.columns // module.groups % GROUP:
         return False
     scales = module.read_whole(part)
     with np.errstate(over="ignore"):
@@ -155,6 +148,7 @@ def fits_q4_0(module: PackedModule) -> bool:
 
 def read_q4_0(module: PackedModule, start: int, stop: int) -> np.ndarray:
     """Read rows of a module that fits as GGUF's Q4_0 blocks, uint8 [rows, bytes]; a wider group's scale is repeated."""
+    _find_order(module)  # which must be that of the columns
     values, scales = read_integers(module, start, stop)
     wide = np.repeat(scales, module.columns // GROUP // module.groups, axis=1)
     return join_q4_0(values, wide.astype(np.float16))
@@ -168,8 +162,7 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 def _decode_e4m3(module: PackedModule, start: int, stop: int) -> np.ndarray:
     bits, scales = read_e4m3(module, start, stop)
-    weight: np.ndarray = e4m3_values()[bits] * scales[:, None]
-    return weight
+    return e4m3_values()[bits] * scales[:, None]
 
 
 def _measure_pack(module: PackedModule) -> tuple[int, int]:
@@ -181,17 +174,15 @@ def _measure_pack(module: PackedModule) -> tuple[int, int]:
     return rows, columns
 
 
-def _decode_pack(module: PackedModule, start: int, stop: int) -> np.ndarray:
+def _decode_ints(module: PackedModule, start: int, stop: int) -> np.ndarray:
     values, scales = read_integers(module, start, stop)
-    weight: np.ndarray = values * module.spread(scales)
-    return weight
+    return values * scales[:, _find_order(module)]
 
 
 def _decode_mlx(module: PackedModule, start: int, stop: int) -> np.ndarray:
     codes = unpack_words(module.read_rows("weight", start, stop), module.bits)
     scales, biases = (module.spread(module.read_rows(part, start, stop)) for part in ("scales", "biases"))
-    weight: np.ndarray = codes * scales + biases
-    return weight
+    return codes * scales + biases
 
 
 def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
@@ -200,21 +191,20 @@ def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
     def read_codes(part: str) -> np.ndarray:
         nibbles = unpack_words(module.read_whole(part)[:, first:last], 4)
         ordered = nibbles.reshape(len(nibbles), -1, 8)[:, :, _AWQ_ORDER].reshape(len(nibbles), -1)
-        codes: np.ndarray = ordered[:, start - 8 * first : stop - 8 * first].T.view(np.int8)
-        return codes
+        return ordered[:, start - 8 * first : stop - 8 * first].T.view(np.int8)
 
     scales = module.read_whole("scales")[:, start:stop].T
-    weight: np.ndarray = (read_codes("qweight") - module.spread(read_codes("qzeros"))) * module.spread(scales)
-    return weight
+    return (read_codes("qweight") - module.spread(read_codes("qzeros"))) * module.spread(scales)
 
 
-def find_order(module: PackedModule) -> np.ndarray:
-    """Return the group of each column of a GPTQ module, int [columns]. Raises CheckpointError for an order that its
-    configuration or its groups do not allow, and for zero points of weights that are not symmetric."""
-    if (unpack_words(module.read_whole("qzeros"), module.bits)[:, : module.rows] != module.form.stored_zero).any():
-        raise module.make_error(f"has zero points other than {module.form.stored_zero}, which symmetric GPTQ has")
+def _find_order(module: PackedModule) -> np.ndarray:
+    """Return the group of each column of a module, int [columns]. Raises CheckpointError for GPTQ's order if
+    configuration or groups do not allow it, and for zero points of weights that are not symmetric."""
+    zero, parts = module.form.stored_zero, module.parts
+    if "qzeros" in parts and (unpack_words(module.read_whole("qzeros"), module.bits)[:, : module.rows] != zero).any():
+        raise module.make_error(f"has zero points other than {zero}, which symmetric GPTQ has")
     consecutive = np.arange(module.columns) * module.groups // module.columns
-    order: np.ndarray = module.read_whole("g_idx") if module.has_part("g_idx") else consecutive
+    order = module.read_whole("g_idx") if "g_idx" in parts else consecutive
     if order.min() < 0 or order.max() >= module.groups:
         raise module.make_error(f"has a g_idx outside of its {module.groups} groups")
     if not module.form.ordered and (order != consecutive).any():
@@ -222,19 +212,13 @@ def find_order(module: PackedModule) -> np.ndarray:
     return order
 
 
-def _decode_gptq(module: PackedModule, start: int, stop: int) -> np.ndarray:
-    values, scales = read_integers(module, start, stop)
-    weight: np.ndarray = values * scales[:, find_order(module)]
-    return weight
-
-
 def _measure_nf4(module: PackedModule) -> tuple[int, int]:
     info = module.info(_STATE)
     if info.dtype != "U8" or info.bytes > _STATE_BYTES:
         raise module.make_error("has a quant_state that is no short text")
     state = UntrustedFiles(fix=FIX).parse_json(bytes(module.read_whole(_STATE)), f"{module.path}: {_STATE}")
-    nested = module.has_part("weight.nested_absmax")
-    alike = module.has_part("weight.nested_quant_map"), module.info("weight.absmax").dtype == "U8"
+    nested = "weight.nested_absmax" in module.parts
+    alike = "weight.nested_quant_map" in module.parts, module.info("weight.absmax").dtype == "U8"
     allowed: dict[str, tuple[Any, ...]] = {
         "quant_type": ("nf4",), "blocksize": _BLOCKS, "dtype": ("bfloat16", "float16", "float32"),
     }  # fmt: skip
@@ -262,12 +246,11 @@ def _decode_nf4(module: PackedModule, start: int, stop: int) -> np.ndarray:
     values = _NF4[np.stack([data >> 4, data & 15], axis=-1).reshape(-1)][first % 2 :][: last - first]
     low, high = first // state["blocksize"], div_ceil(last, state["blocksize"])
     scales = module.read_whole("weight.absmax")[low:high]
-    if module.has_part("weight.nested_absmax"):
+    if "weight.nested_absmax" in module.parts:
         outer = module.read_whole("weight.nested_absmax")[np.arange(low, high) // state["nested_blocksize"]]
         scales = module.read_whole("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
     spread = np.repeat(scales, state["blocksize"])[first - low * state["blocksize"] :][: last - first]
-    weight: np.ndarray = (values * spread).reshape(stop - start, module.columns)
-    return weight
+    return (values * spread).reshape(stop - start, module.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +270,7 @@ KINDS = {
         "weight_scale": (FLOATS, lambda m: ((m.rows, 1), (m.rows,), (1,), ())),
         "weight": (("F8_E4M3",), lambda m: ((m.rows, m.columns),)),
     }),
-    "pack": Kind(_measure_pack, _decode_pack, {
+    "pack": Kind(_measure_pack, _decode_ints, {
         "weight_packed": (_I32, lambda m: ((m.rows, div_ceil(m.columns * m.bits, 32)),)),
         "weight_scale": (FLOATS, lambda m: ((m.rows, m.groups),)), "weight_shape": (("I64", "I32"), lambda m: ((2,),)),
     }),
@@ -300,7 +283,7 @@ KINDS = {
         "qzeros": (_I32, lambda m: ((m.groups, m.rows // 8),)),
         "scales": (FLOATS, lambda m: ((m.groups, m.rows),)),
     }),
-    "gptq": Kind(lambda m: (m.measure_dims("qweight")[1], m.measure_dims("qweight")[0] * 32 // m.bits), _decode_gptq, {
+    "gptq": Kind(lambda m: (m.measure_dims("qweight")[1], m.measure_dims("qweight")[0] * 32 // m.bits), _decode_ints, {
         "qweight": (_I32, lambda m: ((m.columns * m.bits // 32, m.rows),)),
         "qzeros": (_I32, lambda m: ((m.groups, div_ceil(m.rows * m.bits, 32)),)),
         "scales": (FLOATS, lambda m: ((m.groups, m.rows),)), "g_idx": (_I32, lambda m: ((m.columns,),)),
