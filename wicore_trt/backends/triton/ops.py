@@ -21,7 +21,7 @@ In float16, gate * up may exceed 65,504. It is scaled by a power of two that the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -247,20 +247,15 @@ class TritonOps:
     def qk_norm_rope_write(self, qkv: Value, layer: int) -> Value:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
-        entry = model.find_kernel(roles.step_role("qk_rope", self._product), self._n)
         q, (cos, sin) = self._query_rows(layer), model.rope[group]
-        q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
-        call = step_layout.qk_rope_launch(
-            entry.kernel.constants,
-            qkv.rows.data_ptr(),
-            q.data_ptr(),
-            step_layout.QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
+        norms = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
+        self._launch(
+            roles.step_role("qk_rope", self._product), step_layout.qk_rope_launch, qkv.rows.data_ptr(), q.data_ptr(),
+            step_layout.QkNorms(*norms, self._spec.rms_norm_eps),
             step_layout.RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
-            self._layer_pool(layer),
-            self._group_tables(group, 0, self._plan.sequences),
+            self._layer_pool(layer), self._group_tables(group, 0, self._plan.sequences),
             step_layout.StepTokens(step.positions, step.sequences, self._n),
-        )
-        model.launch_kernel(entry, call)
+        )  # fmt: skip
         return Value(q)
 
     def attention(self, q: Value, layer: int) -> Value:
@@ -300,16 +295,13 @@ class TritonOps:
         of graphs, else until the next layer."""
         model, step, memory = self._model, self._step, self._memory
         entries = [model.find_kernel(role, sequences) for role in (roles.PAGE_LOGSUMS, roles.PAGE_MASSES)]
-        heads, scale = self._groups[layer].num_heads, self._groups[layer].softmax_scale
-        q = self._query_rows(layer).data_ptr()
-        rows = decode_layout.LastQueries(
-            q, step.positions, step.cu_seqlens, sequences, self._plan.decode.rows, heads, scale
-        )
-        tables, to = self._group_tables(GLOBAL, 0, sequences), (memory.logsums.data_ptr(), memory.masses.data_ptr())
-        constants, room = entries[0].kernel.constants, len(memory.logsums)
-        for calls in decode_layout.page_masses_launches(
-            constants, rows, self._layer_pool(layer), tables, pages, (*to, room)
-        ):
+        group, q = self._groups[layer], self._query_rows(layer).data_ptr()
+        places = step.positions, step.cu_seqlens, sequences, self._plan.decode.rows
+        rows = decode_layout.LastQueries(q, *places, group.num_heads, group.softmax_scale)
+        pool, tables = self._layer_pool(layer), self._group_tables(GLOBAL, 0, sequences)
+        to = memory.logsums.data_ptr(), memory.masses.data_ptr(), len(memory.logsums)
+        launches = decode_layout.page_masses_launches(entries[0].kernel.constants, rows, pool, tables, pages, to)
+        for calls in launches:
             for entry, call in zip(entries, calls, strict=True):
                 model.launch_kernel(entry, call)
 
@@ -323,16 +315,9 @@ class TritonOps:
             self._meet()
         rows = self._plan.sampled if last else self._n
         out = self._norm_output(sampled=last)
-        call = step_layout.add_norm_launch(
-            self._residual.data_ptr(),
-            x.rows.data_ptr(),
-            (model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()),
-            _norm_out(out),
-            rows,
-            self._spec.rms_norm_eps,
-            gathered=self._gather if last else 0,
-            ranked=model.ranked,
-        )
+        weights = model.weights[post_weight].data_ptr(), model.weights[next_weight].data_ptr()
+        given = self._residual.data_ptr(), x.rows.data_ptr(), weights, _norm_out(out), rows, self._spec.rms_norm_eps
+        call = step_layout.add_norm_launch(*given, gathered=self._gather if last else 0, ranked=model.ranked)
         role = roles.step_role(way + ("final_norm" if last else "add_norm"), self._product)
         model.launch_kernel(model.find_kernel(role, self._n), call)
         if way == roles.OWN:
@@ -343,18 +328,12 @@ class TritonOps:
         """Run GeGLU unless the kernel that multiplied has applied it."""
         if self._product.kernels:
             return gate_up
-        model, n = self._model, self._n
         if self._product.rows == roles.NARROW:
             out = self._narrow_value(self._spec.intermediate_size)
         else:
-            out = Value(self._memory.act[:n], exponent=gate_up.exponent)
-        entry = model.find_kernel(roles.step_role("geglu", self._product), n)
-        to = _norm_out(out)
-        alpha = 2.0**-gate_up.exponent
-        model.launch_kernel(
-            entry,
-            step_layout.geglu_launch(entry.kernel.constants, gate_up.rows.data_ptr(), to.out, to.scales, n, alpha),
-        )
+            out = Value(self._memory.act[: self._n], exponent=gate_up.exponent)
+        role, arrays = roles.step_role("geglu", self._product), (gate_up.rows.data_ptr(), *_norm_out(out))
+        self._launch(role, step_layout.geglu_launch, *arrays, self._n, 2.0**-gate_up.exponent)
         return out
 
     def sampled_rows(self, x: Value) -> Value:
@@ -371,24 +350,17 @@ class TritonOps:
             triton_products.float_mm(x.rows, model.weights[LM_HEAD], out)
         if rows and model.peers is not None:
             self._meet()
-            entry, arrays = model.find_kernel(roles.GATHER_COLUMNS, rows), (out.data_ptr(), logits.data_ptr())
-            model.launch_kernel(
-                entry, exchange_layout.gather_launch(entry.kernel.constants, *arrays, rows, model.ranked)
-            )
+            arrays = out.data_ptr(), logits.data_ptr(), rows, model.ranked
+            self._launch(roles.GATHER_COLUMNS, exchange_layout.gather_launch, *arrays)
         return Value(logits)
 
     def choose_greedy(self, logits: Value) -> None:
         """Choose tokens and status of each row (`kernels.sample`) into the memory's results."""
         memory, rows = self._memory, self._plan.sampled
-        arrays = step_layout.SampleArrays(
-            memory.results[0].data_ptr(),
-            memory.results[1].data_ptr(),
-            memory.chunk_max.data_ptr(),
-            memory.chunk_token.data_ptr(),
-        )
+        places = *memory.results, memory.chunk_max, memory.chunk_token
+        arrays = step_layout.SampleArrays(*(place.data_ptr() for place in places))
         entries = {role.operation: self._model.find_kernel(role, rows) for role in (roles.SCAN, roles.CHOOSE)}
-        vocab = self._model.shape.vocab_size
-        read = step_layout.Logits(logits.rows.data_ptr(), rows, vocab)
+        read = step_layout.Logits(logits.rows.data_ptr(), rows, self._model.shape.vocab_size)
         calls = step_layout.sample_launches(entries["choose"].kernel.constants, read, arrays)
         for role, entry in entries.items():
             self._model.launch_kernel(entry, calls[role])
@@ -396,6 +368,11 @@ class TritonOps:
     @property
     def _way(self) -> str:
         return self._model.choose_way(self._n)
+
+    def _launch(self, role: KernelRole, launch: Callable[..., Launch], *arguments: Any) -> None:
+        """Launch the kernel of `role` for the step's rows, by `launch` of its constants and `arguments`."""
+        entry = self._model.find_kernel(role, self._n)
+        self._model.launch_kernel(entry, launch(entry.kernel.constants, *arguments))
 
     def _meet(self) -> None:
         model = self._model
@@ -422,26 +399,20 @@ class TritonOps:
         return memory.q[:rows]
 
     def _attend_prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
-        model, group = self._model, self._groups[layer]
-        entry = model.find_kernel(roles.PREFILL if slices.key_ends is None else roles.PREFILL_IMAGES, self._n)
+        group, role = self._groups[layer], roles.PREFILL if slices.key_ends is None else roles.PREFILL_IMAGES
         rows, scores = (q.data_ptr(), out.data_ptr()), (group.softmax_scale, group.window)
-        call = decode_layout.prefill_launch(
-            entry.kernel.constants, rows, self._layer_pool(layer), tables, slices, *scores
-        )
-        model.launch_kernel(entry, call)
+        self._launch(role, decode_layout.prefill_launch, rows, self._layer_pool(layer), tables, slices, *scores)
 
     def _attend_split(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
         """Run `_attend_prefill` of a global layer for few tokens, whose keys several programs share."""
         model, memory, scale = self._model, self._memory, self._groups[layer].softmax_scale
-        prefill, adding = (model.find_kernel(role, self._n) for role in (roles.PREFILL_SPLITS, roles.ADD_SPLITS))
+        prefill = model.find_kernel(roles.PREFILL_SPLITS, self._n)
         sums, rows = (memory.split_sums.data_ptr(), memory.split_lse.data_ptr()), memory.split_tokens
         to, pool = (q.data_ptr(), sums[0]), self._layer_pool(layer)
         constants = prefill.kernel.constants
         call = decode_layout.prefill_launch(constants, to, pool, tables, slices, scale, 0)
         model.launch_kernel(prefill, decode_layout.split_keys(call, constants, sums[1], rows))
-        model.launch_kernel(
-            adding, decode_layout.add_splits_launch(adding.kernel.constants, sums, rows, out.data_ptr(), len(out))
-        )
+        self._launch(roles.ADD_SPLITS, decode_layout.add_splits_launch, sums, rows, out.data_ptr(), len(out))
 
     def _attend_segments(
         self, segments: SegmentAttention, out: torch.Tensor, layer: int, slices: Slices, tables: Tables
@@ -466,11 +437,9 @@ class TritonOps:
 
     def _order_rows(self, attended: torch.Tensor) -> torch.Tensor:
         """Order the columns of attention's results, in memory that holds neither these nor queries of later use."""
-        model, memory = self._model, self._memory
-        entry, kept = model.find_kernel(roles.ORDER, self._n), attended.data_ptr() == memory.q.data_ptr()
-        out = (memory.attended if kept else memory.q)[: self._n]
-        call = step_layout.order_launch(entry.kernel.constants, attended.data_ptr(), out.data_ptr(), self._n)
-        model.launch_kernel(entry, call)
+        memory = self._memory
+        out = (memory.attended if attended.data_ptr() == memory.q.data_ptr() else memory.q)[: self._n]
+        self._launch(roles.ORDER, step_layout.order_launch, attended.data_ptr(), out.data_ptr(), self._n)
         return out
 
     def _attend_decode(self, q: torch.Tensor, out: torch.Tensor, layer: int, role: KernelRole) -> None:
@@ -478,9 +447,8 @@ class TritonOps:
         entry = model.find_kernel(role, sequences)
         sizes = (group.num_heads, group.softmax_scale, group.window)
         rows = decode_layout.DecodeRows(q.data_ptr(), out.data_ptr(), self._step.kv_lengths, *sizes)
-        work = decode_layout.Workspace(
-            memory.split_partials.data_ptr(), memory.split_stats.data_ptr(), memory.split_arrived.data_ptr()
-        )
+        scratch = memory.split_partials, memory.split_stats, memory.split_arrived
+        work = decode_layout.Workspace(*(part.data_ptr() for part in scratch))
         pool, tables = self._layer_pool(layer), self._group_tables(group.name, 0, sequences)
         model.launch_kernel(entry, decode_layout.decode_launch(entry.config, rows, pool, tables, work))
         if entry.config.splits > 1 and not entry.config.fused:
@@ -502,24 +470,19 @@ class TritonOps:
 
     def _dequantize(self, role: str, weight: str) -> torch.Tensor:
         """Write a layer's 4-bit weights in 16 bits into the step's memory."""
-        model, shape, to = self._model, self._model.shape.linear_shape(role), self._memory.dequantized
+        weights, shape, to = self._model.weights, self._model.shape.linear_shape(role), self._memory.dequantized
         names = (weight, weight_scale_name(weight), weight_minimum_name(weight))
-        w, scale, minimum = (model.weights[n].data_ptr() if n in model.weights else 0 for n in names)
-        entry = model.find_kernel(roles.DEQUANTIZE[role], ANY)
-        call = linear_layout.dequantize_launch(entry.kernel.constants, w, to.data_ptr(), scale, minimum)
-        model.launch_kernel(entry, call)
+        w, *scales = (weights[n].data_ptr() if n in weights else 0 for n in names)
+        self._launch(roles.DEQUANTIZE[role], linear_layout.dequantize_launch, w, to.data_ptr(), *scales)
         return to[: shape.weight_rows * shape.k].view(shape.weight_rows, shape.k)
 
     def _quantize_operand(self, x: Value, role: str) -> Value:
         """Quantize the operand of `role`, o or down, to E4M3. The kernel for o clears the rows' largest values, which
         gate_up then finds and the kernel for down takes."""
-        model, out = self._model, self._narrow_value(x.rows.shape[1])._replace(exponent=x.exponent)
-        entry = model.find_kernel(roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE, self._n)
-        to, largest = _norm_out(out), self._memory.largest.data_ptr()
-        call = linear_layout.quantize_launch(
-            entry.kernel.constants, x.rows.data_ptr(), to.out, to.scales, largest, self._n
-        )
-        model.launch_kernel(entry, call)
+        out = self._narrow_value(x.rows.shape[1])._replace(exponent=x.exponent)
+        arrays = x.rows.data_ptr(), *_norm_out(out), self._memory.largest.data_ptr()
+        quantize = roles.QUANTIZE_ACT if role == "down" else roles.QUANTIZE
+        self._launch(quantize, linear_layout.quantize_launch, *arrays, self._n)
         return out
 
     def _norm_output(self, *, sampled: bool = False) -> Value:
@@ -555,11 +518,9 @@ class TritonOps:
 
     def _layer_pool(self, layer: int) -> Pool:
         group = self._spec.layer_groups[layer]
-        pool, shape = self._model.pools[group], self._model.shape.pool_shapes[group]
-        scale = self._model.weights.get(kv_scale_name(layer))
-        return Pool(
-            pool.data_ptr() + shape.layer_offset(self._index[layer]), shape, 0 if scale is None else scale.data_ptr()
-        )
+        shape, scale = self._model.shape.pool_shapes[group], self._model.weights.get(kv_scale_name(layer))
+        begin = self._model.pools[group].data_ptr() + shape.layer_offset(self._index[layer])
+        return Pool(begin, shape, 0 if scale is None else scale.data_ptr())
 
     def _group_tables(self, group: str, first: int, rows: int) -> Tables:
         address, length = self._step.tables[group]
