@@ -72,13 +72,9 @@ def _show_bars() -> Iterator[Progress]:
     from rich.console import Console
 
     columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.TextColumn("{task.percentage:>3.0f}%"),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("left"),
-        bars.TimeRemainingColumn(),
-    )
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.percentage:>3.0f}%"),
+        bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn(),
+    )  # fmt: skip
     with bars.Progress(*columns, console=Console(stderr=True)) as display:
         tasks: dict[str, bars.TaskID] = {}
 

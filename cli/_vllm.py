@@ -44,18 +44,15 @@ UNNEEDED = {
 
 UNNEEDED_VALUES = {
     "--tool-call-parser": "the engine's chat template decides",
-    "--reasoning-parser": "Gemma 3 does not reason in marks",
-    "--load-format": "an engine has one format",
+    "--reasoning-parser": "Gemma 3 does not reason in marks", "--load-format": "an engine has one format",
     "--tokenizer-mode": "an engine has its tokenizer",
     "--block-size": "pages have the engine's size; kv.page_tokens sets another",
-    "--swap-space": "--kv-host-bytes gives host memory to the cache",
-    "--seed": "a request's own seed decides",
+    "--swap-space": "--kv-host-bytes gives host memory to the cache", "--seed": "a request's own seed decides",
     "--generation-config": "the engine's generation_config.json is served",
     "--attention-backend": "the engine has its kernels",
     "--compilation-config": "an engine is compiled before it is served",
-    "--download-dir": "an engine is on this machine",
-    "--max-log-len": "prompts are not logged",
-}
+    "--download-dir": "an engine is on this machine", "--max-log-len": "prompts are not logged",
+}  # fmt: skip
 """Options of vLLM with a value that change nothing, and the reason."""
 
 REFUSED = {

@@ -112,18 +112,13 @@ def command(
         dummy = DummyModel(model, builtin_spec(model))
         source, output = model, output or (None if source is None else Path(source))
     flags = {
-        "engine": None if output is None else str(output),
-        "build.source": source,
-        "build.dtype": Flag("--dtype", dtype),
-        "build.kv_dtype": Flag("--kv-dtype", kv_dtype),
-        "build.backend": Flag("--backend", backend),
-        "build.targets": Flag("--target", target or None),
-        "build.tp_size": Flag("--tp", tp),
-        "build.max_batch": Flag("--max-batch", max_batch),
-        "build.max_chunk": Flag("--max-chunk", max_chunk),
-        "kv.page_tokens": Flag("--page-tokens", page_tokens),
+        "engine": None if output is None else str(output), "build.source": source,
+        "build.dtype": Flag("--dtype", dtype), "build.kv_dtype": Flag("--kv-dtype", kv_dtype),
+        "build.backend": Flag("--backend", backend), "build.targets": Flag("--target", target or None),
+        "build.tp_size": Flag("--tp", tp), "build.max_batch": Flag("--max-batch", max_batch),
+        "build.max_chunk": Flag("--max-chunk", max_chunk), "kv.page_tokens": Flag("--page-tokens", page_tokens),
         "scheduler.max_context": Flag("--max-context", max_context),
-    }
+    }  # fmt: skip
     settings = load_settings(recipe, flags)
     if settings.build.source is None or settings.engine is None:
         raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")

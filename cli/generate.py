@@ -86,14 +86,10 @@ def command(
     rate = (usage.completion_tokens - 1) / elapsed if usage.completion_tokens > 1 else None
     if as_json:
         result: dict[str, Any] = {
-            "text": "".join(parts),
-            "finish_reason": output.finish_reason.value,
-            "stop_reason": output.stop_reason,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "ttft_s": round(first - started, 4),
-            "tokens_per_s": rate and round(rate, 1),
-        }
+            "text": "".join(parts), "finish_reason": output.finish_reason.value, "stop_reason": output.stop_reason,
+            "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
+            "ttft_s": round(first - started, 4), "tokens_per_s": rate and round(rate, 1),
+        }  # fmt: skip
         print(json.dumps(result, ensure_ascii=False))
         return
     print()

@@ -196,14 +196,10 @@ def _make_row(
 
     geometry = size.geometry
     row: dict[str, Any] = {
-        "context": size.tokens,
-        "global_bytes": size.bytes_of(GLOBAL),
-        "window_bytes": size.bytes_of(LOCAL),
-        "session_bytes": size.host_bytes,
-        "tokens_per_gb": int(size.tokens * 1e9 / size.host_bytes),
-        "all_layers_bytes": size.all_layers_bytes,
-        "saving": round(size.saving_factor, 2),
-    }
+        "context": size.tokens, "global_bytes": size.bytes_of(GLOBAL), "window_bytes": size.bytes_of(LOCAL),
+        "session_bytes": size.host_bytes, "tokens_per_gb": int(size.tokens * 1e9 / size.host_bytes),
+        "all_layers_bytes": size.all_layers_bytes, "saving": round(size.saving_factor, 2),
+    }  # fmt: skip
     if device is not None:
         row["sessions_on_device"] = geometry.device_sessions(device, size.tokens, batch, loads=True)
     if host is not None:

@@ -39,12 +39,9 @@ class PoolShape:
         token = self.kv_heads * self.head_dim
         kv = self.page_tokens * token
         return {
-            "pool_page": self.layers * 2 * kv,
-            "pool_layer": 2 * kv,
-            "pool_kv": kv,
-            "pool_token": token,
+            "pool_page": self.layers * 2 * kv, "pool_layer": 2 * kv, "pool_kv": kv, "pool_token": token,
             "pool_head": self.head_dim,
-        }
+        }  # fmt: skip
 
 
 class Tables(NamedTuple):

@@ -77,12 +77,9 @@ class JsonFormatter(_Bounded):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         entry: dict[str, object] = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
-            "level": record.levelname,
-            "logger": record.name,
-            "message": shortened(record.getMessage(), MAX_MESSAGE),
-            **_collect_facts(record),
-        }
+            "time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname, "logger": record.name,
+            "message": shortened(record.getMessage(), MAX_MESSAGE), **_collect_facts(record),
+        }  # fmt: skip
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

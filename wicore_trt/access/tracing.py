@@ -74,12 +74,9 @@ class _Spans:
         began = ended - round((time.monotonic() - call.started) * 1e9)
         model, operation = call.model, "chat" if call.chat else "text_completion"
         span = self._tracer.start_span(
-            f"{operation} {model}".rstrip(),
-            self._propagator.extract(call.parent),
-            kind=self._trace.SpanKind.SERVER,
-            attributes=_attributes(call) | {"gen_ai.operation.name": operation},
-            start_time=began,
-        )
+            f"{operation} {model}".rstrip(), self._propagator.extract(call.parent), kind=self._trace.SpanKind.SERVER,
+            attributes=_attributes(call) | {"gen_ai.operation.name": operation}, start_time=began,
+        )  # fmt: skip
         first, prefill = facts.get("ttft_ms"), facts.get("prefill_ms")
         if isinstance(first, float):
             if isinstance(prefill, float):

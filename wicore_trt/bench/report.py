@@ -72,13 +72,10 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
         bound = None if step_bound is None else case.batch / step_bound
         decode = rate_figure(case.batch / point.step_s, "tokens/s", bound)
     return {
-        **asdict(case),
-        "prefill": time_figure(point.prefill_s, prefill_bound),
-        "decode_step": time_figure(point.step_s, step_bound),
-        "decode_rate": decode,
-        "total": time_figure(point.total_s),
-        **{name: _in_ms(summary) for name, summary in point.latencies.items()},
-    }
+        **asdict(case), "prefill": time_figure(point.prefill_s, prefill_bound),
+        "decode_step": time_figure(point.step_s, step_bound), "decode_rate": decode,
+        "total": time_figure(point.total_s), **{name: _in_ms(summary) for name, summary in point.latencies.items()},
+    }  # fmt: skip
 
 
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
@@ -127,18 +124,11 @@ def make_report(
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     return {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": list_versions(),
-        "target": target,
-        "model": dict(model),
-        "parameters": dict(parameters),
-        "rates": None if rates is None else asdict(rates),
+        "kind": KIND, "schema": SCHEMA, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(), "versions": list_versions(), "target": target, "model": dict(model),
+        "parameters": dict(parameters), "rates": None if rates is None else asdict(rates),
         "results": [dict(result) for result in results],
-    }
+    }  # fmt: skip
 
 
 def describe_machine() -> dict[str, Any]:
@@ -148,13 +138,10 @@ def describe_machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_1m": os.getloadavg()[0],
-        "system": platform.platform(),
-        "gpus": _list_gpus(),
-    }
+        "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "load_1m": os.getloadavg()[0],
+        "system": platform.platform(), "gpus": _list_gpus(),
+    }  # fmt: skip
 
 
 def _list_gpus() -> list[dict[str, str]]:
@@ -216,16 +203,12 @@ def load_row(result: Mapping[str, Any], *, several: bool) -> Row:
     share, cached = result["good_share"], result["cached_tokens"]
     client = result["client"]
     return (
-        _load_name(result, several=several),
-        str(result["planned"]),
-        "-" if share is None else f"{100 * share:.1f}",
-        format_cell(result["goodput"], "value"),
-        *(str(result[name]) for name in ("completed", "refused", "failed")),
+        _load_name(result, several=several), str(result["planned"]), "-" if share is None else f"{100 * share:.1f}",
+        format_cell(result["goodput"], "value"), *(str(result[name]) for name in ("completed", "refused", "failed")),
         *(format_cell(result[name], "value") for name in ("requests", "output")),
-        "-" if cached is None else f"{100 * cached / max(1, result['prompt_tokens']):.1f}",
-        str(client["most_open"]),
+        "-" if cached is None else f"{100 * cached / max(1, result['prompt_tokens']):.1f}", str(client["most_open"]),
         format_cell(client["send"], "p99"),
-    )
+    )  # fmt: skip
 
 
 def load_summary_rows(result: Mapping[str, Any], *, several: bool) -> list[Row]:

@@ -283,10 +283,6 @@ def _read_awq(place: str, said: dict[str, Any]) -> PackedForm:
 
 
 _METHODS: dict[str, Callable[[str, dict[str, Any]], PackedForm]] = {
-    "compressed-tensors": _read_compressed,
-    "modelopt": _read_modelopt,
-    "mlx": _read_mlx,
-    "bitsandbytes": _read_bitsandbytes,
-    "gptq": _read_gptq,
-    "awq": _read_awq,
-}
+    "compressed-tensors": _read_compressed, "modelopt": _read_modelopt, "mlx": _read_mlx,
+    "bitsandbytes": _read_bitsandbytes, "gptq": _read_gptq, "awq": _read_awq,
+}  # fmt: skip

@@ -171,14 +171,10 @@ def _read_common(body: Sampling, tenant: str) -> dict[str, Any]:
     except ValueError:
         raise InvalidRequestError("cache.store is all, device or never.", field="cache.store") from None
     return {
-        "request_id": uuid.uuid4().hex,
-        "tenant": tenant,
-        "timeout_s": body.timeout,
-        "priority": body.priority or 0,
-        "cache_salt": body.cache_salt or "",
-        "cache": CacheHints(cache.session or "", priority, cache.ttl_s, store),
+        "request_id": uuid.uuid4().hex, "tenant": tenant, "timeout_s": body.timeout, "priority": body.priority or 0,
+        "cache_salt": body.cache_salt or "", "cache": CacheHints(cache.session or "", priority, cache.ttl_s, store),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
-    }
+    }  # fmt: skip
 
 
 def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> TextRequest:
@@ -196,14 +192,10 @@ def make_chat_request(body: ChatBody, tenant: str, facts: dict[str, Any]) -> Tex
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field="tools") if error.field == "constraint" else error from None
     return TextRequest(
-        params=params,
-        messages=messages,
-        images=images,
-        functions=tuple(map(Function.describe_function, functions)),
-        chat_template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        params=params, messages=messages, images=images, functions=tuple(map(Function.describe_function, functions)),
+        chat_template_kwargs=body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt is not False,
         **_read_common(body, tenant),
-    )
+    )  # fmt: skip
 
 
 def make_completion_requests(body: CompletionBody, tenant: str) -> list[TextRequest]:

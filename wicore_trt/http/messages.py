@@ -130,11 +130,8 @@ class MessagesShape(BlockShape):
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
         begun: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _count_usage(totals),
-        }
+            "content": [], "stop_reason": None, "stop_sequence": None, "usage": _count_usage(totals),
+        }  # fmt: skip
         return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
 
     def make_event(self, change: Change, block: Block, new: str) -> bytes:

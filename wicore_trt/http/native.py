@@ -133,10 +133,7 @@ async def serve_inference(context: Context, call: Call, body: InferenceBody) -> 
     finally:
         await generation.aclose()
     answer = {
-        "id": request.request_id,
-        "content": done.text,
-        "token_count": generation.totals.output,
-        "latency_ms": round((time.monotonic() - call.started) * 1000, 1),
-        "finish_reason": done.finish_reason.value,
-    }
+        "id": request.request_id, "content": done.text, "token_count": generation.totals.output,
+        "latency_ms": round((time.monotonic() - call.started) * 1000, 1), "finish_reason": done.finish_reason.value,
+    }  # fmt: skip
     return json_reply(answer, headers=rate_headers(context, call))

@@ -49,15 +49,11 @@ def _describe_model(context: Context, call: Call, name: str) -> dict[str, object
         began = datetime.fromtimestamp(int(context.began), UTC).isoformat()
         return {"type": "model", "id": name, "display_name": name, "created_at": began}
     return {
-        "id": name,
-        "object": "model",
-        "created": int(context.began),
-        "owned_by": "wicore-trt",
-        "max_model_len": info.max_context_tokens,
-        "chat_template": info.chat,
+        "id": name, "object": "model", "created": int(context.began), "owned_by": "wicore-trt",
+        "max_model_len": info.max_context_tokens, "chat_template": info.chat,
         "capabilities": ["completions", *chats, *(["images"] if info.images is not None else [])],
         "chat_note": info.chat_note,
-    }
+    }  # fmt: skip
 
 
 async def serve_chat(context: Context, call: Call, body: ChatBody) -> ASGIApp:

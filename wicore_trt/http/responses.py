@@ -137,26 +137,16 @@ class ResponsesShape(BlockShape):
         self._delta = b""  # how a delta of the text begins
         text = body.text or {}
         self._head = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "model": model,
+            "background": False, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {**text, "format": text.get("format") or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0, "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-        }
+        }  # fmt: skip
 
     def make_whole(self, totals: Totals) -> dict[str, Any]:
         return self._describe_response("incomplete" if was_cut(self.last) else "completed", totals)
@@ -227,13 +217,10 @@ class ResponsesShape(BlockShape):
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         blocks = [] if status == "in_progress" else self.blocks
         return {
-            **self._head,
-            "status": status,
-            "error": None,
-            "incomplete_details": reason,
+            **self._head, "status": status, "error": None, "incomplete_details": reason,
             "output": [self._describe_item(block, self._name_status(block)) for block in blocks],
             "usage": None if totals is None else _count_usage(totals),
-        }
+        }  # fmt: skip
 
     def _name_status(self, block: Block) -> str:
         cut = block is self.blocks[-1] and (self.is_open if self.last is None else was_cut(self.last))

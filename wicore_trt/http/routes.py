@@ -58,8 +58,7 @@ class Route:
 
 
 ROUTES = (
-    Route("/v1/models", openai.serve_models),
-    Route("/v1/models/{name:path}", openai.serve_model),
+    Route("/v1/models", openai.serve_models), Route("/v1/models/{name:path}", openai.serve_model),
     Route("/v1/chat/completions", openai.serve_chat, bodies.ChatBody, generates=True),
     Route("/v1/responses", responses.serve_responses, bodies.ResponsesBody, generates=True),
     Route("/v1/responses/input_tokens", responses.serve_input_tokens, bodies.ResponsesBody),
@@ -67,17 +66,12 @@ ROUTES = (
     Route("/v1/messages", messages.serve_messages, bodies.MessagesBody, generates=True, anthropic=True),
     Route("/v1/messages/count_tokens", messages.serve_count_tokens, bodies.PromptBody, anthropic=True),
     Route("/v1/inference", native.serve_inference, bodies.InferenceBody, generates=True),
-    Route("/v1/stats", native.serve_stats),
-    Route("/tokenize", native.serve_tokenize, bodies.TokenizeBody),
+    Route("/v1/stats", native.serve_stats), Route("/tokenize", native.serve_tokenize, bodies.TokenizeBody),
     Route("/detokenize", native.serve_detokenize, bodies.DetokenizeBody),
-    Route("/tokenizer_info", native.serve_tokenizer_info),
-    Route("/load", native.serve_load),
-    Route("/ping", native.serve_ping),
-    Route("/status", native.serve_status),
-    Route("/version", native.serve_version),
-    Route("/health", native.serve_health),
-    Route("/ready", native.serve_ready),
-)
+    Route("/tokenizer_info", native.serve_tokenizer_info), Route("/load", native.serve_load),
+    Route("/ping", native.serve_ping), Route("/status", native.serve_status), Route("/version", native.serve_version),
+    Route("/health", native.serve_health), Route("/ready", native.serve_ready),
+)  # fmt: skip
 
 _PATHS = frozenset((*(route.path for route in ROUTES), "/openapi.json", "/metrics", "/v1/stream"))
 _MODEL = "/v1/models/"
@@ -100,17 +94,12 @@ ANTHROPIC_ERROR = object_of(
     error=object_of("type message param", type=TEXT, message=TEXT, param=_NULLABLE),
 )  # fmt: skip
 MEANINGS = {
-    400: "A field is wrong; `param` names it.",
-    401: "No valid API key.",
-    404: "No such model.",
-    408: "The body did not come in time.",
-    413: "The body is too long.",
-    415: "The body is no plain JSON.",
+    400: "A field is wrong; `param` names it.", 401: "No valid API key.", 404: "No such model.",
+    408: "The body did not come in time.", 413: "The body is too long.", 415: "The body is no plain JSON.",
     429: "Too many requests or tokens; `retry-after` says when to come back.",
-    500: "The engine or the server failed.",
-    503: "The server starts or ends.",
+    500: "The engine or the server failed.", 503: "The server starts or ends.",
     504: "The request's `timeout` passed.",
-}
+}  # fmt: skip
 
 
 async def serve_openapi(context: Context, call: Call) -> ASGIApp:

@@ -18,17 +18,11 @@ from wicore_trt.model.vision import VisionSpec
 
 _KINDS = {"full_attention": GLOBAL, "sliding_attention": LOCAL}
 _KEYS = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "rope_local_theta": "rope_local_base_freq",
-    "rope_scaling_factor": "rope_scaling.factor",
-    "layer_groups": "layer_types",
-    "tokens": "mm_tokens_per_image",
-    "begin_id": "boi_token_index",
-    "soft_id": "image_token_index",
-    "end_id": "eoi_token_index",
-}
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "rope_local_theta": "rope_local_base_freq", "rope_scaling_factor": "rope_scaling.factor",
+    "layer_groups": "layer_types", "tokens": "mm_tokens_per_image", "begin_id": "boi_token_index",
+    "soft_id": "image_token_index", "end_id": "eoi_token_index",
+}  # fmt: skip
 _STRICT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 _Model = TypeVar("_Model", bound=BaseModel)
 _ONLY = {  # what else config.json may ask for, and why it is refused

@@ -29,13 +29,9 @@ _WHOLE: dict[str, tuple[int, int]] = {
     "sliding_window": (1, 1 << 24), "max_position_embeddings": (1, 1 << 24),
 }  # fmt: skip
 _REAL: dict[str, tuple[float, float]] = {
-    "query_pre_attn_scalar": (1.0, 1e6),
-    "rms_norm_eps": (1e-12, 1.0),
-    "rope_theta": (1.0, 1e12),
-    "rope_local_theta": (1.0, 1e12),
-    "rope_scaling_factor": (1.0, 1e5),
-    "final_logit_softcapping": (0.1, 1e6),
-}
+    "query_pre_attn_scalar": (1.0, 1e6), "rms_norm_eps": (1e-12, 1.0), "rope_theta": (1.0, 1e12),
+    "rope_local_theta": (1.0, 1e12), "rope_scaling_factor": (1.0, 1e5), "final_logit_softcapping": (0.1, 1e6),
+}  # fmt: skip
 
 
 class SpecError(CheckpointError):
@@ -144,16 +140,10 @@ class Gemma3Spec:
     def layer_group(self, name: str) -> LayerGroup:
         local = name == LOCAL
         return LayerGroup(
-            name,
-            self.layers_of(name),
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.sliding_window if local else 0,
-            self.rope_local_theta if local else self.rope_theta,
-            1.0 if local else self.rope_scaling_factor,
-            self.query_pre_attn_scalar**-0.5,
-        )
+            name, self.layers_of(name), self.num_heads, self.num_kv_heads, self.head_dim,
+            self.sliding_window if local else 0, self.rope_local_theta if local else self.rope_theta,
+            1.0 if local else self.rope_scaling_factor, self.query_pre_attn_scalar**-0.5,
+        )  # fmt: skip
 
     @property
     def attention_by_layer(self) -> list[LayerGroup]:

@@ -134,12 +134,9 @@ def vision_tensors(spec: VisionSpec) -> dict[str, tuple[int, ...]]:
             module = vision_layer(layer, name)
             found |= {f"{module}.weight": shape, f"{module}.bias": shape[:1]}
     return {
-        **found,
-        f"{FINAL_NORM}.weight": (hidden,),
-        f"{FINAL_NORM}.bias": (hidden,),
-        SOFT_NORM: (hidden,),
+        **found, f"{FINAL_NORM}.weight": (hidden,), f"{FINAL_NORM}.bias": (hidden,), SOFT_NORM: (hidden,),
         PROJECTION: (hidden, spec.text_hidden_size),
-    }
+    }  # fmt: skip
 
 
 class VisionOps(Protocol[T]):

@@ -114,13 +114,9 @@ class Tokenizer:
         read = ModelFiles(files, where, backend)
         chat = read.read_chat_template()
         made = cls(
-            backend,
-            bos_id=read.read_bos(),
-            eos_ids=read.read_ends(every=chat is not None),
-            adds_bos=read.tokenizer_config.get("add_bos_token") is not False,
-            chat=chat,
-            home=where,
-        )
+            backend, bos_id=read.read_bos(), eos_ids=read.read_ends(every=chat is not None),
+            adds_bos=read.tokenizer_config.get("add_bos_token") is not False, chat=chat, home=where,
+        )  # fmt: skip
         if not made.eos_ids:
             fix = "Put the model's generation_config.json beside its weights and build again."
             raise EngineFormatError(f"No file in {where} names the token that ends a generation.", fix=fix)
@@ -241,13 +237,9 @@ class Tokenizer:
         texts = {name: None if i is None else self._backend.id_to_token(i) for name, i in special.items()}
         template = None if self._chat is None else self._chat.source
         return {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "vocab_size": self.vocab_size,
-            **texts,
-            "eos_token_ids": self.eos_ids,
-            "add_bos_token": self._adds_bos,
-            "chat_template": template,
-        }
+            "tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": self.vocab_size, **texts,
+            "eos_token_ids": self.eos_ids, "add_bos_token": self._adds_bos, "chat_template": template,
+        }  # fmt: skip
 
     def find_named_specials(self, text: str) -> dict[int, str]:
         """Find the special tokens, which are no text, that a text names."""

@@ -55,14 +55,9 @@ def load_engine_tensors(engine: EngineDir, rank: int | None = None) -> EngineTen
     raises, and EngineFormatError for an engine of several ranks without `rank`."""
     manifest, part = engine.manifest, engine.local_part(rank)
     return EngineTensors(
-        part.spec,
-        manifest.base_dtype,
-        manifest.kv_dtype,
-        load_tensors(engine.rank_files[part.rank], part.spec),
-        manifest.page_tokens,
-        manifest.max_context,
-        load_vision(engine) if part.rank == 0 else None,
-    )
+        part.spec, manifest.base_dtype, manifest.kv_dtype, load_tensors(engine.rank_files[part.rank], part.spec),
+        manifest.page_tokens, manifest.max_context, load_vision(engine) if part.rank == 0 else None,
+    )  # fmt: skip
 
 
 def load_tensors(file: Path, spec: Gemma3Spec) -> dict[str, torch.Tensor]:

@@ -468,13 +468,10 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions, ranks: RankExcha
     shape = engine_shape(engine, settings.page_tokens)
     table = load_table(engine, shape, device.target)
     loading = Loading(
-        shape,
-        table,
-        manifest.max_context,
+        shape, table, manifest.max_context,
         lambda positions: load_constants(engine, shape, positions, device, ranks.rank if ranks else None),
-        dummy=manifest.dummy_weights,
-        vision=vision,
-    )
+        dummy=manifest.dummy_weights, vision=vision,
+    )  # fmt: skip
     return TritonExecutor(loading, settings, device, ranks=ranks)
 
 

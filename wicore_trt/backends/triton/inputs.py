@@ -38,15 +38,11 @@ def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[st
     """Count int32s of each array of a step, in the order of the block; tables of `pages` for each sequence come last.
     Only steps with images have key ends."""
     return {
-        **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens),
-        "sample_rows": plan.sampled,
-        "kv_lengths": plan.decode.sequences,
-        "sources": plan.decode.rows,
-        "cu_seqlens": plan.prefill.sequences + 1,
-        "first_positions": plan.prefill.sequences,
-        "key_ends": plan.tokens if plan.images else 0,
+        **dict.fromkeys(("token_ids", "positions", "sequences"), plan.tokens), "sample_rows": plan.sampled,
+        "kv_lengths": plan.decode.sequences, "sources": plan.decode.rows, "cu_seqlens": plan.prefill.sequences + 1,
+        "first_positions": plan.prefill.sequences, "key_ends": plan.tokens if plan.images else 0,
         **dict.fromkeys(groups, plan.sequences * pages),
-    }
+    }  # fmt: skip
 
 
 def array_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

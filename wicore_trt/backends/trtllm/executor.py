@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from wicore_trt.engine.directory import EngineDir
 
 _FINISH = {
-    "END_ID": FinishReason.STOP,
-    "STOP_WORDS": FinishReason.STOP,
-    "LENGTH": FinishReason.LENGTH,
-    "TIMED_OUT": FinishReason.DEADLINE,
-    "CANCELLED": FinishReason.CANCELLED,
-}
+    "END_ID": FinishReason.STOP, "STOP_WORDS": FinishReason.STOP, "LENGTH": FinishReason.LENGTH,
+    "TIMED_OUT": FinishReason.DEADLINE, "CANCELLED": FinishReason.CANCELLED,
+}  # fmt: skip
 
 
 class TrtllmExecutor:
@@ -213,15 +210,11 @@ def make_request(
         digest = blake2b(request.cache_salt.encode(), digest_size=8, person=b"wicore-trtllm").digest()
         salt = int.from_bytes(digest, "little") >> 1
     return bindings.Request(
-        input_token_ids=list(prompt),
-        max_tokens=min(room, params.max_tokens or room),
-        streaming=True,
+        input_token_ids=list(prompt), max_tokens=min(room, params.max_tokens or room), streaming=True,
         sampling_config=_make_sampling(bindings, params, seed),
-        output_config=bindings.OutputConfig(exclude_input_from_output=True),
-        end_id=stop_ids[0] if stop_ids else None,
-        stop_words=[[token] for token in stop_ids[1:]] or None,
-        cache_salt_id=salt,
-    )
+        output_config=bindings.OutputConfig(exclude_input_from_output=True), end_id=stop_ids[0] if stop_ids else None,
+        stop_words=[[token] for token in stop_ids[1:]] or None, cache_salt_id=salt,
+    )  # fmt: skip
 
 
 def _make_sampling(bindings: Any, params: SamplingParams, seed: int) -> Any:
@@ -282,11 +275,6 @@ class SequenceOutput:
         # cached_tokens stays 0: its count of reused blocks is over all pools, and says nothing about tokens
         usage = Usage(len(self.request.prompt_token_ids), self.produced)
         return TokenOutput(
-            self.request.request_key,
-            self.index,
-            tokens,
-            finish_reason=reason,
-            stop_reason=stop,
-            usage=usage,
+            self.request.request_key, self.index, tokens, finish_reason=reason, stop_reason=stop, usage=usage,
             error=error,
-        )
+        )  # fmt: skip
