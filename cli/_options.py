@@ -6,9 +6,12 @@ Must not import anything heavy before the shell asks. Invariant: a name is offer
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
+
+if TYPE_CHECKING:
+    from wicore_trt.backends.torch.calibrate import TextCalibration
 
 CalibrateTokensOption = Annotated[int, Option(min=1, max=1 << 24, metavar="N", help="Tokens of the text to use.")]
 NoKVScalesOption = Annotated[bool, Option("--no-kv-scales", help="With --calibrate: no scales for an FP8 KV cache.")]
@@ -19,6 +22,14 @@ MmprojOption = Annotated[
     Path | None, Option("--mmproj", metavar="FILE", help="Image encoder of a GGUF model, as llama.cpp makes it.")
 ]
 TextOnlyOption = Annotated[bool, Option("--text-only", help="Leave the image encoder out.")]
+
+
+def make_calibration(text: Path | None, tokens: int, kv_scales: bool) -> TextCalibration | None:
+    if text is None:
+        return None
+    from wicore_trt.backends.torch.calibrate import TextCalibration
+
+    return TextCalibration(text, tokens, kv_scales)
 
 
 def complete_backends(incomplete: str) -> list[str]:

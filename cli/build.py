@@ -8,15 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wicore_trt.cli._options import (
-    CalibrateTokensOption,
-    LoraOption,
-    MmprojOption,
-    NoKVScalesOption,
-    TextOnlyOption,
-    complete_backends,
-    complete_recipes,
-)
+from wicore_trt.cli import _options
 
 
 def command(
@@ -26,7 +18,10 @@ def command(
     output: Annotated[Path | None, Argument(help="Engine directory to write.")] = None,
     recipe: Annotated[
         str | None,
-        Option(autocompletion=complete_recipes, help="Recipe, by name or path, for everything that is not given here."),
+        Option(
+            autocompletion=_options.complete_recipes,
+            help="Recipe, by name or path, for what is not given here.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -42,7 +37,7 @@ def command(
     backend: Annotated[
         str | None,
         Option(
-            autocompletion=complete_backends,
+            autocompletion=_options.complete_backends,
             show_default="torch",
             help="How the engine computes: torch, triton, tensorrt or tensorrt-llm.",
         ),
@@ -70,14 +65,14 @@ def command(
         int | None,
         Option(min=1, metavar="N", show_default="512", help="Compiled engines: tokens of a prefill step."),
     ] = None,
-    lora: LoraOption = None,
-    mmproj: MmprojOption = None,
-    text_only: TextOnlyOption = False,
+    lora: _options.LoraOption = None,
+    mmproj: _options.MmprojOption = None,
+    text_only: _options.TextOnlyOption = False,
     calibrate: Annotated[
         Path | None, Option(help="UTF-8 text to measure static FP8 scales on; see wicore convert.")
     ] = None,
-    calibrate_tokens: CalibrateTokensOption = 2048,
-    no_kv_scales: NoKVScalesOption = False,
+    calibrate_tokens: _options.CalibrateTokensOption = 2048,
+    no_kv_scales: _options.NoKVScalesOption = False,
     dummy_weights: Annotated[
         bool,
         Option("--dummy-weights", help="Backend triton: no weights, made-up ones at load, to measure speed."),
@@ -127,11 +122,7 @@ def command(
         if backend is not None:
             raise typer.BadParameter(said, param_hint="--backend")
         raise ConfigError(said, fix=f"Known: {', '.join(BACKENDS)}.")
-    calibration = None
-    if calibrate is not None:
-        from wicore_trt.backends.torch.calibrate import TextCalibration
-
-        calibration = TextCalibration(calibrate, calibrate_tokens, not no_kv_scales)
+    calibration = _options.make_calibration(calibrate, calibrate_tokens, not no_kv_scales)
     lost: list[str] = []
     with progress(quiet=json) as report:
         engine = build_engine(

@@ -86,19 +86,14 @@ def _describe_engine(path: Path, *, verify: bool, progress: Progress) -> dict[st
     states = dict.fromkeys(entries, _UNCHECKED)
     for name in sorted(entries) if verify else ():
         states[name] = _OK if read_intact(engine, name, moved) else "corrupted"
+    files = [{"name": name, **entry, "state": states[name]} for name, entry in sorted(entries.items())]
+    for name in engine.find_unlisted():
+        files.append({"name": name, "bytes": (path / name).lstat().st_size, "state": _UNLISTED})
     return {
-        "kind": "engine",
-        "path": str(path),
-        "about": about,
-        **({"compiled": plans} if plans else {}),
-        "spec": spec,
+        "kind": "engine", "path": str(path), "about": about, **({"compiled": plans} if plans else {}), "spec": spec,
         "kv": _compute_kv_bytes(engine.manifest.spec, engine.manifest.page_tokens, engine.manifest.kv_dtype),
-        "files": [
-            *({"name": name, **entry, "state": states[name]} for name, entry in sorted(entries.items())),
-            *({"name": n, "bytes": (path / n).lstat().st_size, "state": _UNLISTED} for n in engine.find_unlisted()),
-        ],
-        "again": f"Move files that are not the engine's elsewhere. {engine.rebuild_advice}",
-    }
+        "files": files, "again": f"Move files that are not the engine's elsewhere. {engine.rebuild_advice}",
+    }  # fmt: skip
 
 
 def _describe_ends(engine: EngineDir) -> dict[str, str]:
@@ -146,25 +141,18 @@ def _describe_checkpoint(path: Path, *, verify: bool, progress: Progress) -> dic
             part = name
         moved(record.bytes)
         states[name] = _OK if part is None else "corrupted" if part == name else f"corrupted ({part})"
+    read_as, form = checkpoint.config["wicore"].get(READ_AS), checkpoint.weights
+    about = {
+        "dtype": checkpoint.dtype, "quantization": form.algo,
+        **{key: value for key, value in form.describe().items() if key != "algo"},
+        "kv_scales": checkpoint.kv_scales, **({READ_AS: read_as} if read_as else {}), "tp_size": checkpoint.tp_size,
+    }  # fmt: skip
+    files = [{"name": n, "bytes": r.bytes, "state": states[n]} for n, r in sorted(checkpoint.files.items())]
     return {
-        "kind": "checkpoint",
-        "path": str(path),
-        "about": {
-            "dtype": checkpoint.dtype,
-            "quantization": checkpoint.weights.algo,
-            **{key: value for key, value in checkpoint.weights.describe().items() if key != "algo"},
-            "kv_scales": checkpoint.kv_scales,
-            **({READ_AS: read_as} if (read_as := checkpoint.config["wicore"].get(READ_AS)) else {}),
-            "tp_size": checkpoint.tp_size,
-        },
-        "spec": checkpoint.spec.to_dict(),
+        "kind": "checkpoint", "path": str(path), "about": about, "spec": checkpoint.spec.to_dict(),
         "kv": _compute_kv_bytes(checkpoint.spec, 32, checkpoint.dtype),
-        "files": [
-            {"name": name, "bytes": record.bytes, "state": states[name]}
-            for name, record in sorted(checkpoint.files.items())
-        ],
-        "again": checkpoint.rebuild_command,
-    }
+        "files": files, "again": checkpoint.rebuild_command,
+    }  # fmt: skip
 
 
 def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list[dict[str, Any]]:
@@ -172,16 +160,14 @@ def _compute_kv_bytes(spec: Gemma3Spec, page_tokens: int, kv_dtype: str) -> list
     "local"."""
     from wicore_trt.model.spec import GROUPS
 
+    size = ITEM_BYTES[kv_dtype]
     return [
         {
-            "group": group,
-            "layers": len(spec.layers_of(group)),
-            "bytes_per_token": spec.page_bytes(group, 1, ITEM_BYTES[kv_dtype]),
-            "page_tokens": page_tokens,
-            "bytes_per_page": spec.page_bytes(group, page_tokens, ITEM_BYTES[kv_dtype]),
+            "group": group, "layers": len(spec.layers_of(group)), "bytes_per_token": spec.page_bytes(group, 1, size),
+            "page_tokens": page_tokens, "bytes_per_page": spec.page_bytes(group, page_tokens, size),
         }
         for group in GROUPS
-    ]
+    ]  # fmt: skip
 
 
 def _format_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -215,13 +201,12 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
         raise EngineFormatError(f"{engine.path / INDEX} cannot be read: {error}.", fix=fix) from error
     files = engine.manifest.files
     plans = [{"file": name, "bytes": files[name].bytes, **facts} for name, facts in sorted(index["plans"].items())]
-    weights: dict[tuple[str, ...], int] = {
-        t.parts: _count_bytes(t) for t in decode if t.kind == "weight"
-    }  # a tied head once
+    weights = {t.parts: t for t in decode if t.kind == "weight"}  # a tied head once
+    others = {kind: sum(_count_bytes(t) for t in decode if t.kind == kind) for kind in ("table", "cache")}
     memory = {
-        "weights": sum(weights.values()),
-        "rope tables": sum(_count_bytes(t) for t in decode if t.kind == "table"),
-        "KV of one slot": sum(_count_bytes(t) for t in decode if t.kind == "cache"),
+        "weights": sum(map(_count_bytes, weights.values())),
+        "rope tables": others["table"],
+        "KV of one slot": others["cache"],
         "slots at most": engine.manifest.compiled["max_batch"],
         "activations": max(plan["activation_bytes"] for plan in plans),
     }
@@ -231,17 +216,10 @@ def plans_report(engine: EngineDir) -> dict[str, Any] | None:
 def print_plans(report: dict[str, Any]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
-    rows = [
-        (
-            plan["file"],
-            human_bytes(plan["bytes"]),
-            plan["network_layers"],
-            _format_counts(plan["kernels"]),
-            _format_counts(plan["precisions"]),
-            human_bytes(plan["activation_bytes"]),
-        )
-        for plan in report["plans"]
-    ]
+    rows = []
+    for plan in report["plans"]:
+        counts = plan["network_layers"], _format_counts(plan["kernels"]), _format_counts(plan["precisions"])
+        rows.append((plan["file"], human_bytes(plan["bytes"]), *counts, human_bytes(plan["activation_bytes"])))
     print_table("plans", ("file", "size", "layers", "kernels", "written as", "activations"), rows)
     memory = [(name, str(v) if name == "slots at most" else human_bytes(v)) for name, v in report["memory"].items()]
     print_table("device memory", ("what", "size"), memory)

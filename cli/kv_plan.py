@@ -70,7 +70,7 @@ def plan(
     ]
     device, host, disk, rate = (_parse_bytes(text) for text in (device_bytes, host_bytes, disk_bytes, disk_rate))
     batch = max_batch_tokens or BATCH_TOKENS["cuda"]
-    rows = [_make_row(size, batch, device, host, disk, prefill_tokens_per_s, rate) for size in sizes]
+    rows = [_make_row(size, batch, (device, host, disk), prefill_tokens_per_s, rate) for size in sizes]
     largest = max(sizes, key=lambda size: size.tokens)
     together = min(users, active or 8)
     if device is not None:
@@ -184,17 +184,12 @@ def _parse_bytes(text: str | None) -> int | None:
 
 
 def _make_row(
-    size: SessionSize,
-    batch: int,
-    device: int | None,
-    host: int | None,
-    disk: int | None,
-    prefill: float | None,
-    rate: int | None,
+    size: SessionSize, batch: int, room: tuple[int | None, ...], prefill: float | None, rate: int | None
 ) -> dict[str, Any]:
+    """Make the figures of one size; `room` are the bytes of device, host and disk, where known."""
     from wicore_trt.model.spec import GLOBAL, LOCAL
 
-    geometry = size.geometry
+    geometry, (device, host, disk) = size.geometry, room
     row: dict[str, Any] = {
         "context": size.tokens, "global_bytes": size.bytes_of(GLOBAL), "window_bytes": size.bytes_of(LOCAL),
         "session_bytes": size.host_bytes, "tokens_per_gb": int(size.tokens * 1e9 / size.host_bytes),

@@ -170,27 +170,15 @@ def compare_engines(
         expected = token_ids
         executor = load_scorer(engine, context=context, threads=threads)
         try:
-            measured = compute_perplexity(
-                partial(score_tokens, executor),
-                token_ids,
-                bos_id=tokenizer.bos_id,
-                context=context,
-                stride=stride,
-                progress=lambda done, total, name=str(path): progress(name, done, total),  # type: ignore[misc]
-            )
+            score, report, bos_id = partial(score_tokens, executor), partial(progress, str(path)), tokenizer.bos_id
+            found = compute_perplexity(score, token_ids, bos_id=bos_id, context=context, stride=stride, progress=report)
         finally:
             executor.close()
-        first = results[0]["perplexity"] if results else measured.value
-        results.append(
-            {
-                "engine": str(path),
-                "dtype": engine.manifest.dtype,
-                "kernels": executor.kernels,
-                "tokens": measured.tokens,
-                "text_blake2b": hashlib.blake2b(repr(token_ids).encode(), digest_size=16).hexdigest(),
-                "perplexity": measured.value,
-                "nll": measured.nll,
-                "difference_percent": 100 * (measured.value / first - 1),
-            }
-        )
+        first, digest = results[0]["perplexity"] if results else found.value, hashlib.blake2b(digest_size=16)
+        digest.update(repr(token_ids).encode())
+        results += [{
+            "engine": str(path), "dtype": engine.manifest.dtype, "kernels": executor.kernels, "tokens": found.tokens,
+            "text_blake2b": digest.hexdigest(), "perplexity": found.value, "nll": found.nll,
+            "difference_percent": 100 * (found.value / first - 1),
+        }]  # fmt: skip
     return results

@@ -13,8 +13,9 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wicore_trt.checkpoint.format import READ_AS, Checkpoint, open_checkpoint
 from wicore_trt.checkpoint.hub import is_hub_id
@@ -150,12 +151,11 @@ def _check_options(options: BuildOptions, source: str | Path) -> None:
         raise make_blocks_error(options.backend)
     if options.dummy and options.backend != "triton":
         raise ConfigError("only backend 'triton' builds engines without weights.", fix="Add --backend triton.")
-    if options.mmproj is not None and (options.text_only or options.dummy or is_unified_checkpoint(Path(source))):
-        raise ConfigError(
-            "--mmproj is for a GGUF model; checkpoints, made-up weights and --text-only take none.",
-            fix="Leave it out, or give the GGUF file that it belongs to.",
-        )
-    if options.lora is not None and (options.dummy or is_unified_checkpoint(Path(source))):
+    sourceless = options.dummy is not None or is_unified_checkpoint(Path(source))
+    if options.mmproj is not None and (options.text_only or sourceless):
+        what = "--mmproj is for a GGUF model; checkpoints, made-up weights and --text-only take none."
+        raise ConfigError(what, fix="Leave it out, or give the GGUF file that it belongs to.")
+    if options.lora is not None and sourceless:
         fix = "Give the model that the adapter was trained on, or convert it with --lora."
         raise ConfigError("an adapter is merged into a source, which a checkpoint or made-up weights are not.", fix=fix)
     if options.revision and (is_present(Path(source)) or not is_hub_id(str(source))):
@@ -172,10 +172,8 @@ def _checkpoint_of(
 ) -> Checkpoint:
     if options.dummy:  # a checkpoint without files; "auto", and the 16-bit parts of "fp8", are bfloat16
         base = options.dtype if options.dtype in PLAIN else "bfloat16"
-        config = {
-            "wicore": {"source": f"{options.dummy.name} (dummy weights)"},
-            "quantization": {"kv_cache_quant_algo": None},
-        }
+        origin = {"source": f"{options.dummy.name} (dummy weights)"}
+        config = {"wicore": origin, "quantization": {"kv_cache_quant_algo": None}}
         return Checkpoint(
             path=Path(), config=config, spec=options.dummy.spec, dtype=base,
             weights=QUANTIZED.get(options.dtype, PLAIN[base]), tp_size=options.tp_size, rank_files=[],
@@ -197,9 +195,8 @@ def _checkpoint_of(
 
 def _leave_vision(checkpoint: Checkpoint, options: BuildOptions, note: Callable[[str], None]) -> Checkpoint:
     """Return the checkpoint without an image encoder where the engine gets none."""
-    if checkpoint.vision_file is None or (
-        checkpoint.vision and options.backend in READ_IMAGES and not options.text_only
-    ):
+    reads = checkpoint.vision and options.backend in READ_IMAGES and not options.text_only
+    if checkpoint.vision_file is None or reads:
         return checkpoint
     if checkpoint.vision is None:
         note(f"left aside: {checkpoint.vision_file.name} of an older checkpoint; convert again for images.")
@@ -229,40 +226,30 @@ def _check_fit(checkpoint: Checkpoint, options: BuildOptions) -> None:
 
 
 def _lay_out(
-    checkpoint: Checkpoint, partial: Path, options: BuildOptions, compiler: Backend, source: str, progress: Progress
+    checkpoint: Checkpoint, directory: Path, options: BuildOptions, compiler: Backend, source: str, progress: Progress
 ) -> Manifest:
     weights: dict[str, FileRecord] = {}
     kv_dtype = options.kv_dtype_of(checkpoint)
     paths = [*checkpoint.rank_files, *filter(None, [checkpoint.vision_file])]
     moved = count_progress(progress, "weights", sum(checkpoint.files[path.name].bytes for path in paths))
-    drop = (
-        {LM_HEAD, weight_scale_name(LM_HEAD)} if checkpoint.spec.tie_word_embeddings else set()
-    )  # it is the embedding: one copy is enough
+    # A tied head is the embedding: one copy is enough.
+    drop = {LM_HEAD, weight_scale_name(LM_HEAD)} if checkpoint.spec.tie_word_embeddings else set()
     if kv_dtype != "fp8":  # kernels for other KV caches refuse these scales
         drop |= {kv_scale_name(layer) for layer in range(checkpoint.spec.num_layers)}
     for path in paths:
-        weights[path.name] = place_weights(
-            path,
-            partial / path.name,
-            checkpoint.files[path.name],
-            drop=drop,
-            damaged=lambda part, name=path.name: checkpoint.make_damage_error(name, part),  # type: ignore[misc]
-            moved=moved,
-        )
+        placed, damaged = directory / path.name, partial(checkpoint.make_damage_error, path.name)
+        record = checkpoint.files[path.name]
+        weights[path.name] = place_weights(path, placed, record, drop=drop, damaged=damaged, moved=moved)
     for path in checkpoint.tokenizer_files:
-        (partial / path.name).write_bytes(checkpoint.read(path.name))
-    compiled = compiler.compile(checkpoint, partial, options, progress)
-    for key, file in ((LORA, options.lora), (MMPROJ, options.mmproj)):
-        if file is not None:
-            compiled |= {key: make_printable(str(file))}
-    if options.text_only:
-        compiled |= {TEXT_ONLY: True}
-    if read_as := checkpoint.config["wicore"].get(READ_AS):
-        compiled |= {READ_AS: read_as}
-    if options.dummy:
-        compiled |= {DUMMY_WEIGHTS: True}
-        for name, content in _DUMMY_TOKENIZER.items():
-            (partial / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        (directory / path.name).write_bytes(checkpoint.read(path.name))
+    compiled = compiler.compile(checkpoint, directory, options, progress)
+    files = {LORA: options.lora, MMPROJ: options.mmproj}
+    more: dict[str, Any] = {key: file and make_printable(str(file)) for key, file in files.items()}
+    more |= {TEXT_ONLY: options.text_only, READ_AS: checkpoint.config["wicore"].get(READ_AS)}
+    more[DUMMY_WEIGHTS] = options.dummy is not None
+    compiled |= {key: value for key, value in more.items() if value}
+    for name, content in _DUMMY_TOKENIZER.items() if options.dummy else ():
+        (directory / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
     form = checkpoint.weights
     manifest = Manifest(
         spec=checkpoint.spec, weights_hash=hash_weights(weights.values()), dtype=form.storage, kv_dtype=kv_dtype,
@@ -270,7 +257,7 @@ def _lay_out(
         tp_size=checkpoint.tp_size, fingerprint="", model_id=model_id(checkpoint.source), backend=options.backend,
         targets=list(options.targets), compiled=compiled, page_tokens=options.page_tokens,
         max_context=options.max_context or checkpoint.spec.max_position_embeddings,
-        files=describe_files(partial, weights),  # but weights, a few MB
+        files=describe_files(directory, weights),  # but weights, a few MB
         tools={"python": platform.python_version(), **list_installed(TOOLS)},
         source=source, revision=checkpoint.revision, vision=checkpoint.vision, created="",
     )  # fmt: skip

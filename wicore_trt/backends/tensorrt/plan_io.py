@@ -56,14 +56,9 @@ def updated(cache_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Input or output of a compiled step.
-
-    `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled rows).
-
-    `kind`: "step" (differs from step to step), "table" (rope), "cache", "weight" or "output". A weight is made of the
-    tensors `parts` of the weight file: `combine` "rows" stacks them on dim
-    0, "max" takes the elementwise maximum.
-    """
+    """Input or output of a compiled step. `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled
+    rows). `kind`: "step" (differs from step to step), "table" (rope), "cache", "weight" or "output". A weight is made
+    of the tensors `parts` of the weight file: `combine` "rows" stacks them on dim 0, "max" takes the largest."""
 
     name: str
     dtype: str
@@ -157,16 +152,11 @@ def step_tensors(spec: Gemma3Spec, limits: PlanLimits) -> list[TensorSpec]:
 
 def cache_tensors(spec: Gemma3Spec, limits: PlanLimits, dtype: str) -> list[TensorSpec]:
     """List cache inputs of all layers, K before V."""
-    return [
-        TensorSpec(
-            cache(part, layer),
-            dtype,
-            (BATCH, group.num_kv_heads, limits.entries(spec, group.name), group.head_dim),
-            "cache",
-        )
-        for layer, group in enumerate(spec.attention_by_layer)
-        for part in ("k", "v")
-    ]
+    found = []
+    for layer, group in enumerate(spec.attention_by_layer):
+        shape = (BATCH, group.num_kv_heads, limits.entries(spec, group.name), group.head_dim)
+        found += [TensorSpec(cache(part, layer), dtype, shape, "cache") for part in ("k", "v")]
+    return found
 
 
 def output_tensors(spec: Gemma3Spec, caches: list[TensorSpec]) -> list[TensorSpec]:

@@ -55,25 +55,17 @@ class TensorRTLLMBackend(Backend):
             )
         here = "sm{}{}".format(*torch.cuda.get_device_capability())
         if options.targets not in ((), (here,)):
-            raise ConfigError(
-                f"Backend tensorrt-llm compiles for the GPU of this machine, {here}, not for "
-                f"{', '.join(options.targets)}.",
-                fix="Leave --target out.",
-            )
+            what = f"Backend tensorrt-llm compiles for the GPU of this machine, {here}"
+            raise ConfigError(f"{what}, not for {', '.join(options.targets)}.", fix="Leave --target out.")
         return [here]
 
     def check(self, checkpoint: Checkpoint, options: BuildOptions) -> None:
         if options.kv_dtype not in ("auto", checkpoint.dtype, "fp8"):
-            raise ConfigError(
-                f"TensorRT-LLM's KV cache has the dtype of the model, {checkpoint.dtype}, or fp8; "
-                f"not {options.kv_dtype}.",
-                fix="Leave --kv-dtype out.",
-            )
+            allowed, fix = f"the dtype of the model, {checkpoint.dtype}, or fp8", "Leave --kv-dtype out."
+            raise ConfigError(f"TensorRT-LLM's KV cache has {allowed}; not {options.kv_dtype}.", fix=fix)
         if options.page_tokens not in BLOCK_TOKENS:
-            raise ConfigError(
-                f"TensorRT-LLM has blocks of {', '.join(map(str, BLOCK_TOKENS))} tokens, not {options.page_tokens}.",
-                fix="Choose --page-tokens among these.",
-            )
+            sizes, fix = ", ".join(map(str, BLOCK_TOKENS)), "Choose --page-tokens among these."
+            raise ConfigError(f"TensorRT-LLM has blocks of {sizes} tokens, not {options.page_tokens}.", fix=fix)
 
     def compile(
         self, checkpoint: Checkpoint, directory: Path, options: BuildOptions, progress: Progress
@@ -86,12 +78,8 @@ class TensorRTLLMBackend(Backend):
         kv_fp8 = options.kv_dtype == "fp8"
         scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
         arguments = build_arguments(checkpoint, options)
-        paths = {
-            "--checkpoint_dir": scratch,
-            "--output_dir": output,
-            "--model_cls_file": Path(trtllm_model.__file__),
-            "--output_timing_cache": scratch / "timing.cache",
-        }
+        paths = {"--checkpoint_dir": scratch, "--output_dir": output, "--output_timing_cache": scratch / "timing.cache"}
+        paths["--model_cls_file"] = Path(trtllm_model.__file__)
         scratch.mkdir()
         try:
             export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
@@ -135,16 +123,9 @@ def _run_build(command: list[str], cwd: Path) -> None:
     _log.info("running %s", " ".join(command))
     last: deque[str] = deque(maxlen=_LAST_LINES)
     repaired = False
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    environment, pipe, joined = os.environ | {"PYTHONUNBUFFERED": "1"}, subprocess.PIPE, subprocess.STDOUT
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": joined}
+    with subprocess.Popen(command, cwd=cwd, env=environment, text=True, errors="replace", **streams) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -170,25 +151,18 @@ def _check_engine(
     output: Path, checkpoint: Checkpoint, arguments: dict[str, str | int], config: dict[str, Any]
 ) -> None:
     """Compare the engine's config.json with what it was to be made of. Raises EnvironmentUnfitError."""
-    missing = [
-        name
-        for name in ("config.json", *(f"rank{rank}.engine" for rank in range(checkpoint.tp_size)))
-        if not (output / name).is_file() or not (output / name).stat().st_size
-    ]
+    files = ["config.json", *(f"rank{rank}.engine" for rank in range(checkpoint.tp_size))]
+    missing = [name for name in files if not (output / name).is_file() or not (output / name).stat().st_size]
     if missing:
         raise EnvironmentUnfitError(f"trtllm-build ended without error and did not write {', '.join(missing)}.")
     made = UntrustedFiles(output, EnvironmentUnfitError).read_json(output / "config.json")
     model, build = made.get("pretrained_config", {}), made.get("build_config", {})
     wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
-    wrong = [
-        f"{key} {model.get(key)!r}, not {value!r}" for key, value in wanted.items() if not _is_same(model, key, value)
-    ]
-    for key in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width"):
-        if build.get(key) != arguments[f"--{key}"]:
-            wrong.append(f"{key} {build.get(key)!r}, not {arguments[f'--{key}']}")
-    block = build.get("plugin_config", {}).get("tokens_per_block")
-    if block != arguments["--tokens_per_block"]:
-        wrong.append(f"tokens_per_block {block!r}, not {arguments['--tokens_per_block']}")
+    wrong = [f"{k} {model.get(k)!r}, not {value!r}" for k, value in wanted.items() if not _is_same(model, k, value)]
+    made |= build | {"tokens_per_block": build.get("plugin_config", {}).get("tokens_per_block")}
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
+    asked = {name: arguments[f"--{name}"] for name in names}
+    wrong += [f"{name} {made.get(name)!r}, not {value}" for name, value in asked.items() if made.get(name) != value]
     if wrong:
         raise EnvironmentUnfitError(
             f"trtllm-build made another engine than it was told to: {'; '.join(wrong)}.",

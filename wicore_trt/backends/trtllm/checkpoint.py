@@ -116,12 +116,10 @@ def _write_rank(
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
             fp8 = storage_of(tensor.role, checkpoint.dtype, weights) == "fp8"
-            if not fp8:
-                for block in _read_blocks(file, tensor.name):
-                    writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
-            else:
-                for block in _dequantize_blocks(tensor, file):
-                    writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]))
+            for block in _dequantize_blocks(tensor, file) if fp8 else _read_blocks(file, tensor.name):
+                stored = from_float32(block, norm_tag) if tensor.role is Role.NORM else block
+                writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]) if fp8 else stored)
+            if fp8:
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
             for name in static[tensor.name]:
                 writer.write(name, file.read_rows(name, 0, 1))

@@ -55,22 +55,16 @@ class TrtllmExecutor:
         self._bindings = bindings
         windows = [min(w, int(build["max_seq_len"])) for w in model["runtime_defaults"]["max_attention_window"]]
         try:
-            self._executor = bindings.Executor(
-                str(engine.path / ENGINE_DIR),
-                bindings.ModelType.DECODER_ONLY,
-                bindings.ExecutorConfig(
-                    max_beam_width=1,
-                    kv_cache_config=bindings.KvCacheConfig(
-                        enable_block_reuse=False,
-                        max_attention_window=windows,
-                        free_gpu_memory_fraction=settings.kv_fraction,
-                    ),
-                    enable_chunked_context=True,
-                    batching_type=bindings.BatchingType.INFLIGHT,
-                    max_batch_size=self.max_sequences,
-                    max_num_tokens=min(int(build["max_num_tokens"]), settings.max_batch_tokens),
-                ),
+            cache = bindings.KvCacheConfig(
+                enable_block_reuse=False, max_attention_window=windows, free_gpu_memory_fraction=settings.kv_fraction
             )
+            limits = bindings.ExecutorConfig(
+                max_beam_width=1, kv_cache_config=cache, enable_chunked_context=True,
+                batching_type=bindings.BatchingType.INFLIGHT, max_batch_size=self.max_sequences,
+                max_num_tokens=min(int(build["max_num_tokens"]), settings.max_batch_tokens),
+            )  # fmt: skip
+            path = str(engine.path / ENGINE_DIR)
+            self._executor = bindings.Executor(path, bindings.ModelType.DECODER_ONLY, limits)
         except RuntimeError as error:
             raise EnvironmentUnfitError(
                 f"TensorRT-LLM {version} does not load engine {engine.path}: {_join_words(error)}.",
@@ -183,19 +177,18 @@ def _join_words(words: object) -> str:
 
 def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
     params, other = request.params, "TensorRT-LLM engines do not have it as this API defines it."
-    if params.presence_penalty or params.frequency_penalty:  # it counts the prompt's tokens, we do not
-        name = "presence_penalty" if params.presence_penalty else "frequency_penalty"
-        raise InvalidRequestError(f"{name}: {other}", field=name, fix="Use repetition_penalty.")
-    if params.logprobs is not None:  # of the filtered distribution there, and without alternatives
-        raise InvalidRequestError(f"logprobs: {other}", field="logprobs", fix="Leave it out.")
-    if params.prompt_logprobs is not None:
-        raise InvalidRequestError(f"prompt_logprobs: {other}", field="prompt_logprobs", fix="Leave it out.")
-    if params.constraint is not None:  # its own grammars are of another engine, and would mean something else
-        raise InvalidRequestError(f"constraint: {other}", field="constraint", fix="Leave it out.")
-    if params.logit_bias:
-        raise InvalidRequestError(f"logit_bias: {other}", field="logit_bias", fix="Leave it out.")
-    if request.cache.store is not CacheStore.ALL:  # its block manager decides where blocks go
-        raise InvalidRequestError(f"cache.store: {other}", field="cache.store", fix="Leave it out.")
+    refused = {
+        "presence_penalty": params.presence_penalty,  # it counts the prompt's tokens, we do not
+        "frequency_penalty": params.frequency_penalty,
+        "logprobs": params.logprobs is not None,  # of the filtered distribution there, and without alternatives
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "constraint": params.constraint,  # its own grammars are of another engine, and would mean something else
+        "logit_bias": params.logit_bias,
+        "cache.store": request.cache.store is not CacheStore.ALL,  # its block manager decides where blocks go
+    }
+    for name in (name for name, asked in refused.items() if asked):
+        fix = "Use repetition_penalty." if name.endswith("penalty") else "Leave it out."
+        raise InvalidRequestError(f"{name}: {other}", field=name, fix=fix)
     if params.min_tokens and len(stop_ids) > 1:  # it holds back one stop token only
         raise InvalidRequestError(f"min_tokens with several stop tokens: {other}", field="min_tokens")
 
