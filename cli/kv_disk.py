@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,12 +53,8 @@ def verify(
 
     cipher = PageCipher(load_key_file(key_file)) if key_file is not None else None
     with progress(quiet=json) as report_progress:
-        report = add_reports(
-            [
-                verify_directory(home, cipher=cipher, dry_run=dry_run, progress=report_progress)
-                for home in list_tiers(path)
-            ]
-        )
+        verify_tier = partial(verify_directory, cipher=cipher, dry_run=dry_run, progress=report_progress)
+        report = add_reports(list(map(verify_tier, list_tiers(path))))
     if json:
         print_json({"path": str(path), "dry_run": dry_run, **vars(report)})
     else:
@@ -174,9 +171,8 @@ def _print_directory(report: DirectoryReport) -> None:
         groups = [(name, use.pages, human_bytes(use.bytes)) for name, use in found.groups.items()]
         print_table("Layer groups", ("group", "pages", "bytes"), groups)
         tenants = sorted(found.tenants.items(), key=lambda item: -item[1].bytes)
-        print_table(
-            "Tenants", ("tag", "pages", "bytes"), [(tag, use.pages, human_bytes(use.bytes)) for tag, use in tenants]
-        )
+        by_tag = [(tag, use.pages, human_bytes(use.bytes)) for tag, use in tenants]
+        print_table("Tenants", ("tag", "pages", "bytes"), by_tag)
 
 
 def _format_time(seconds: float | None) -> str:

@@ -193,15 +193,11 @@ class HttpTarget:
 
     async def generate(self, request: BenchRequest, started: float | None = None) -> RequestRecord:
         body = {
-            "model": self.info.model_id,
+            "model": self.info.model_id, "temperature": 0.0, "max_tokens": request.output_tokens, "stream": True,
             **({"messages": request.messages} if self.chat else {"prompt": request.prompt_token_ids}),
-            "max_tokens": request.output_tokens,
-            "temperature": 0.0,
-            "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            **({"ignore_eos": True} if request.ignore_eos else {}),
-            **self._extra,
-        }
+            **({"ignore_eos": True} if request.ignore_eos else {}), **self._extra,
+        }  # fmt: skip
         data = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
         stream, error = Stream(), None
         sent = time.perf_counter()

@@ -99,15 +99,10 @@ async def run_load(
     planned = sum(len(session.turns) for session in sessions)
     run = _Run(target, options, progress, phase, planned, closed=last == 0.0)
     await run.run_sessions(sessions, vocabulary)
-    return Load.from_records(
-        run.records, planned=run.planned, offered_per_s=run.planned / last if last else math.inf, slo=slo,
-        lag=ClientLag(
-            Summary.from_values(run.late),
-            Summary.from_values(run.beats),
-            Summary.from_values(run.places) if options.max_concurrency else None,
-            run.most_open,
-        ),
-    )  # fmt: skip
+    late, beats, places = map(Summary.from_values, (run.late, run.beats, run.places))
+    lag = ClientLag(late, beats, places if options.max_concurrency else None, run.most_open)
+    offered = run.planned / last if last else math.inf
+    return Load.from_records(run.records, planned=run.planned, offered_per_s=offered, slo=slo, lag=lag)
 
 
 class _Run:
@@ -118,12 +113,9 @@ class _Run:
         self._progress, self._phase = progress, phase
         self.planned = planned
         self._places = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else None
-        self._open = 0
-        self.most_open = 0
+        self._open = self.most_open = 0
         self.records: list[RequestRecord] = []
-        self.late: list[float] = []
-        self.beats: list[float] = []
-        self.places: list[float] = []
+        self.late, self.beats, self.places = list[float](), list[float](), list[float]()
 
     async def run_sessions(self, sessions: Sequence[Session], vocabulary: WordList) -> None:
         prepare = partial(ClientSession, vocabulary=vocabulary, chat=self._target.chat)

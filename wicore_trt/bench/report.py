@@ -81,29 +81,22 @@ def latency_result(point: LatencyPoint, roof: Roof | None) -> dict[str, Any]:
 def load_result(load: Load, *, target: str, rate: float | None, tier_hits: Mapping[str, int]) -> dict[str, Any]:
     """Report one run of a load test. `rate` None: a trace at its own times."""
     answered, good = load.throughput, load.good
+    lags = {name: _in_ms(getattr(load.lag, name)) for name in ("send", "loop", "place")}
     return {
-        "target": target,
-        "rate": "inf" if rate is not None and math.isinf(rate) else rate,
+        "target": target, "rate": "inf" if rate is not None and math.isinf(rate) else rate,
         "offered_per_s": load.offered_per_s if math.isfinite(load.offered_per_s) else None,
         **{name: getattr(load, name) for name in ("planned", "unsent", "refused", "failed", "statuses", "examples")},
-        "refusal": _in_ms(load.refusal),
-        "good": good,
-        "good_share": None if good is None else good / load.planned,
+        "refusal": _in_ms(load.refusal), "good": good, "good_share": None if good is None else good / load.planned,
         "goodput": None if good is None else rate_figure(good / answered.duration_s, "requests/s"),
         **{name: getattr(answered, name) for name in ("duration_s", "completed", "prompt_tokens", "output_tokens")},
         "requests": rate_figure(answered.requests_per_s, "requests/s"),
         "output": rate_figure(answered.output_tokens_per_s, "tokens/s"),
         "total": rate_figure(answered.total_tokens_per_s, "tokens/s"),
         **{name: _in_ms(summary) for name, summary in answered.latencies.items()},
-        "cached_tokens": answered.cached_tokens if load.tells_cached else None,
-        "tier_hit_tokens": dict(tier_hits),
+        "cached_tokens": answered.cached_tokens if load.tells_cached else None, "tier_hit_tokens": dict(tier_hits),
         "uncounted": load.uncounted,
-        "client": {
-            "late": load.lag.is_late,
-            "most_open": load.lag.most_open,
-            **{name: _in_ms(getattr(load.lag, name)) for name in ("send", "loop", "place")},
-        },
-    }
+        "client": {"late": load.lag.is_late, "most_open": load.lag.most_open, **lags},
+    }  # fmt: skip
 
 
 def _in_ms(summary: Summary | None) -> dict[str, Any] | None:

@@ -59,9 +59,8 @@ def _build_chat(body: PromptBody) -> ChatBuilder:
     for i, message in enumerate(body.messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise InvalidRequestError(
-                f"{where}.role must be user, assistant or system, got {shown(role)}.", field=where
-            )
+            problem = f"{where}.role must be user, assistant or system, got {shown(role)}."
+            raise InvalidRequestError(problem, field=where)
         if not isinstance(content, list):
             found.add_parts(role, read_parts(content, f"{where}.content"))
             continue
@@ -95,11 +94,9 @@ def _read_tool_choice(given: dict[str, Any]) -> Any:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
-    if not isinstance(kind, str) or kind not in CHOICES:
-        raise InvalidRequestError(
-            f"tool_choice.type is auto, any, tool or none, got {shown(kind)}.", field="tool_choice"
-        )
-    return CHOICES[kind]
+    if isinstance(kind, str) and kind in CHOICES:
+        return CHOICES[kind]
+    raise InvalidRequestError(f"tool_choice.type is auto, any, tool or none, got {shown(kind)}.", field="tool_choice")
 
 
 def _read_response_format(body: MessagesBody) -> dict[str, Any] | None:
@@ -129,9 +126,7 @@ class MessagesShape(BlockShape):
         return {**self._head, "content": content, **self._describe_end(), "usage": _count_usage(totals)}
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
-        begun: dict[str, Any] = {
-            "content": [], "stop_reason": None, "stop_sequence": None, "usage": _count_usage(totals),
-        }  # fmt: skip
+        begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _count_usage(totals)}
         return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
 
     def make_event(self, change: Change, block: Block, new: str) -> bytes:
@@ -144,9 +139,8 @@ class MessagesShape(BlockShape):
         return named_event("content_block_delta", index=block.number, delta=delta)
 
     def close_stream(self, totals: Totals) -> bytes:
-        return named_event("message_delta", delta=self._describe_end(), usage=_count_usage(totals)) + named_event(
-            "message_stop"
-        )
+        last = named_event("message_delta", delta=self._describe_end(), usage=_count_usage(totals))
+        return last + named_event("message_stop")
 
     def break_stream(self, error: WicoreError) -> bytes:
         return b"event: error\ndata: " + anthropic_error_bytes(error) + b"\n\n"
@@ -180,9 +174,8 @@ async def serve_messages(context: Context, call: Call, body: MessagesBody) -> AS
     chat = make_chat(body)
     with rename_fields(CHAT_NAMES):
         request = make_chat_request(chat, call.who.tenant, call.facts)
-        return await answer_requests(
-            context, call, chat, [request], MessagesShape(model, calls=bool(request.functions))
-        )
+        shape = MessagesShape(model, calls=bool(request.functions))
+        return await answer_requests(context, call, chat, [request], shape)
 
 
 async def serve_count_tokens(context: Context, call: Call, body: PromptBody) -> ASGIApp:

@@ -61,16 +61,9 @@ async def serve_status(context: Context, call: Call) -> Response:
     state = context.state
     model, engine = None if state == "starting" else asdict(context.require_engine().info), context.engine
     parts = engine.engine.parts if engine is not None else ()
-    return json_reply(
-        {
-            **({"replicas": [part.dead or "serving" for part in parts]} if len(parts) > 1 else {}),
-            "state": state,
-            "version": __version__,
-            "uptime_s": round(time.time() - context.began, 3),
-            "requests_open": _count_open(context, call),
-            "model": model,
-        }
-    )
+    replicas = {"replicas": [part.dead or "serving" for part in parts]} if len(parts) > 1 else {}
+    about = {"state": state, "version": __version__, "uptime_s": round(time.time() - context.began, 3)}
+    return json_reply({**replicas, **about, "requests_open": _count_open(context, call), "model": model})
 
 
 def _count_open(context: Context, call: Call) -> int:
@@ -107,10 +100,8 @@ async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> AS
         tokens = await encode_prompt(context, call, ChatBody.model_construct(**asked))
     answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
     if body.return_token_strs:
-        text_of = engine.tokenizer.token_bytes
-        answer["token_strs"] = await engine.work(
-            call.who.tenant, lambda: [text_of(token).decode(errors="replace") for token in tokens]
-        )
+        found = await engine.work(call.who.tenant, lambda: list(map(engine.tokenizer.token_bytes, tokens)))
+        answer["token_strs"] = [text.decode(errors="replace") for text in found]
     return json_reply(answer)
 
 

@@ -66,18 +66,16 @@ def _build_chat(body: ResponsesBody) -> ChatBuilder:
             case "message":
                 role = item.get("role")
                 if role not in ROLES:
-                    raise InvalidRequestError(
-                        f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.", field=where
-                    )
+                    problem = f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}."
+                    raise InvalidRequestError(problem, field=where)
                 parts = read_parts(item.get("content"), f"{where}.content")
                 found.add_parts("system" if role == "developer" else role, parts)
-            case "function_call":
-                arguments = read_member(item, "arguments", where)
+            case "function_call" | "custom_tool_call" as kind:
+                key = "arguments" if kind == "function_call" else "input"
+                text = read_member(item, key, where)
                 name = join_namespace(item.get("namespace"), read_member(item, "name", where))
-                found.add_call(read_member(item, "call_id", where), name, arguments)
-            case "custom_tool_call":
-                name = join_namespace(item.get("namespace"), read_member(item, "name", where))
-                found.add_call(read_member(item, "call_id", where), name, {"input": read_member(item, "input", where)})
+                given = text if key == "arguments" else {key: text}
+                found.add_call(read_member(item, "call_id", where), name, given)
             case "function_call_output" | "custom_tool_call_output":
                 parts = read_parts(item.get("output"), f"{where}.output")
                 found.add_result(read_member(item, "call_id", where), parts, where)
@@ -129,9 +127,7 @@ class ResponsesShape(BlockShape):
     ) -> None:
         """Take `forms` of calls by the model's names for them."""
         super().__init__(calls=calls)
-        self._forms = forms
-        self._tokenizer = tokenizer
-        self._numbers = 0
+        self._forms, self._tokenizer, self._numbers = forms, tokenizer, 0
         self._logprobs: list[dict[str, Any]] = []
         self._fresh: list[dict[str, Any]] = []  # what no delta has told yet
         self._delta = b""  # how a delta of the text begins
@@ -153,9 +149,7 @@ class ResponsesShape(BlockShape):
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
         begun = self._describe_response("in_progress", None)
-        return self._number_event("response.created", response=begun) + self._number_event(
-            "response.in_progress", response=begun
-        )
+        return b"".join(self._number_event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
     def take_output(self, output: TextOutput | Completion) -> None:
         found = [token_entry(self._tokenizer, entry) for entry in output.logprobs]
@@ -193,9 +187,8 @@ class ResponsesShape(BlockShape):
                 name, given = "response.custom_tool_call_input", fields["input"]
                 events = self._number_event(f"{name}.delta", item_id=item_id, **at, delta=given)
                 events += self._number_event(f"{name}.done", item_id=item_id, **at, input=given)
-        return events + self._number_event(
-            "response.output_item.done", **at, item=self._describe_item(block, self._name_status(block))
-        )
+        item = self._describe_item(block, self._name_status(block))
+        return events + self._number_event("response.output_item.done", **at, item=item)
 
     def _find_form(self, block: Block) -> Form:
         return self._forms.get(block.name or "") or Form(name=block.name)
