@@ -100,10 +100,8 @@ def command(
     dummy = None
     if dummy_weights or model:
         if model is None or not dummy_weights or model not in MODELS:
-            raise ConfigError(
-                "--dummy-weights and --model go together: wicore build --dummy-weights --model gemma3-27b OUTPUT.",
-                fix=f"Models: {', '.join(MODELS)}.",
-            )
+            problem = "--dummy-weights and --model go together: wicore build --dummy-weights --model gemma3-27b OUTPUT."
+            raise ConfigError(problem, fix=f"Models: {', '.join(MODELS)}.")
         dummy = DummyModel(model, builtin_spec(model))
         source, output = model, output or (None if source is None else Path(source))
     flags = {

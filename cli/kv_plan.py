@@ -76,10 +76,8 @@ def plan(
     if device is not None:
         fit = geometry.device_sessions(device, largest.tokens, batch, loads=True)
         if fit < min(users, active or 1):
-            raise ConfigError(
-                f"--device-bytes {device_bytes}: {fit} conversations of {largest.tokens:,} tokens fit at a time.",
-                fix="Take a shorter --context, fewer --active, more memory or --kv-dtype fp8.",
-            )
+            problem = f"--device-bytes {device_bytes}: {fit} conversations of {largest.tokens:,} tokens fit at a time."
+            raise ConfigError(problem, fix="Take a shorter --context, fewer --active, more memory or --kv-dtype fp8.")
         together = min(together, fit)
     recipe = _make_recipe(largest, users, together, batch, host, disk)
     recipe["kv"] |= {"compression": compression} if coded else {}

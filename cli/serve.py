@@ -163,10 +163,9 @@ def run_server(loaded: Any, reread: Any) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     if resource.RLIM_INFINITY != most < FILES:
-        raise EnvironmentUnfitError(
-            f"Each process of a server needs {FILES} open files, and may have {most} here.",
-            fix="Raise the hard limit: ulimit -n 4096, LimitNOFILE= of systemd, or --ulimit nofile=4096 of Docker.",
-        )
+        problem = f"Each process of a server needs {FILES} open files, and may have {most} here."
+        fix = "Raise the hard limit: ulimit -n 4096, LimitNOFILE= of systemd, or --ulimit nofile=4096 of Docker."
+        raise EnvironmentUnfitError(problem, fix=fix)
     from wicore_trt.access import log
 
     log.configure_logging(json_lines=settings.log.json, level=settings.log.level)

@@ -119,10 +119,8 @@ def compile_kernel(spec: KernelSpec, target: str) -> CompiledKernel:
     assert meta.num_ctas == 1 and not meta.global_scratch_size and not meta.profile_scratch_size
     assert not meta.launch_cooperative_grid and not meta.launch_pdl
     if meta.shared > SHARED_LIMIT[target]:
-        raise ConfigError(
-            f"Kernel {spec.name} needs {meta.shared} bytes of shared memory; {target} has {SHARED_LIMIT[target]}.",
-            fix="Use smaller blocks or fewer stages.",
-        )
+        problem = f"Kernel {spec.name} needs {meta.shared} bytes of shared memory; {target} has {SHARED_LIMIT[target]}."
+        raise ConfigError(problem, fix="Use smaller blocks or fewer stages.")
     return CompiledKernel(
         name=spec.name, symbol=meta.name, target=target, arguments=tuple(spec.signature.items()),
         aligned=spec.aligned, constants=dict(spec.constants), num_warps=meta.num_warps,

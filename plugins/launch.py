@@ -200,10 +200,8 @@ class CudaLauncher:
         if int(status) != 0:
             error = getattr(status, "name", str(status))
             if error in ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NOT_INITIALIZED"):
-                raise EnvironmentUnfitError(
-                    f"{name}: {error}. The kernels were not compiled for this GPU, or CUDA is not initialised.",
-                    fix="Build the engine for this GPU's target.",
-                )
+                problem = f"{name}: {error}. The kernels were not compiled for this GPU, or CUDA is not initialised."
+                raise EnvironmentUnfitError(problem, fix="Build the engine for this GPU's target.")
             raise RuntimeError(f"{name} failed: {error}")
         return values[0] if values else None
 

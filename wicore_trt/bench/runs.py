@@ -32,10 +32,8 @@ async def run_latency(
     limit = target.info.max_context_tokens
     for case in cases:
         if case.input_tokens + case.output_tokens > limit:
-            raise ConfigError(
-                f"{case.input_tokens} + {case.output_tokens} tokens exceed the model's context of {limit}.",
-                fix="Lower --input-tokens or --output-tokens.",
-            )
+            problem = f"{case.input_tokens} + {case.output_tokens} tokens exceed the model's context of {limit}."
+            raise ConfigError(problem, fix="Lower --input-tokens or --output-tokens.")
     vocabulary, names = WordList(target.info.vocab_size, seed=seed), map(str, count())
     points = []
     for case in cases:

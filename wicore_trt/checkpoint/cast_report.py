@@ -74,7 +74,5 @@ def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored
     worst = float(np.abs(values[row]).max())
     format_name, largest = _LARGEST[tag]
     other = "bfloat16 or fp8" if tag == "F16" else "float32"
-    raise CheckpointError(
-        f"{place}: {name} reaches {worst:g}, beyond {format_name}'s {largest}, in row {first_row + row}.",
-        fix=f"Use --dtype {other}.",
-    )
+    problem = f"{place}: {name} reaches {worst:g}, beyond {format_name}'s {largest}, in row {first_row + row}."
+    raise CheckpointError(problem, fix=f"Use --dtype {other}.")

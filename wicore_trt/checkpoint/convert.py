@@ -375,10 +375,8 @@ def check_disk_room(directory: Path, nbytes: int) -> None:
     """Raise EnvironmentUnfitError when `nbytes` of weights, and the files that go with them, do not fit on the disk."""
     free, needed = shutil.disk_usage(directory).free, nbytes + _SPARE_BYTES
     if free < needed:
-        raise EnvironmentUnfitError(
-            f"This needs {_format_bytes(needed)} on disk, and {_format_bytes(free)} are free there.",
-            fix="Free some space or choose another output.",
-        )
+        problem = f"This needs {_format_bytes(needed)} on disk, and {_format_bytes(free)} are free there."
+        raise EnvironmentUnfitError(problem, fix="Free some space or choose another output.")
 
 
 def _format_bytes(count: int) -> str:

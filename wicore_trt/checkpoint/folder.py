@@ -73,10 +73,9 @@ def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = Fa
     if kind is not None:
         raise kind
     if is_present(path / ADAPTER) and not merges_adapter:
-        raise CheckpointError(
-            f"{path} holds whole weights and an adapter, {ADAPTER}, that may be in them or not.",
-            fix=f"Add --lora {quote_arg(path)} to merge it, or move {ADAPTER} away if it is merged already.",
-        )
+        problem = f"{path} holds whole weights and an adapter, {ADAPTER}, that may be in them or not."
+        fix = f"Add --lora {quote_arg(path)} to merge it, or move {ADAPTER} away if it is merged already."
+        raise CheckpointError(problem, fix=fix)
     forms, unread, notes = list[str](), list[str](), list[str]()
     for name in sorted({*list_entries(path)} - {*read, *((ADAPTER, ADAPTER_WEIGHTS) if merges_adapter else ())}):
         if os.path.isdir(path / name):

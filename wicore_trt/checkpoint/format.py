@@ -127,10 +127,8 @@ def list_parts(tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weight
         return [(tensor.name, TAGS[storage], shape)]
     rows, k = shape
     if layout.group and k % layout.group:
-        raise CheckpointError(
-            f"{tensor.name} has rows of {k} values on a rank, which are not whole blocks of {layout.group}.",
-            fix="Use fewer ranks (--tp), or --dtype bfloat16 or fp8.",
-        )
+        problem = f"{tensor.name} has rows of {k} values on a rank, which are not whole blocks of {layout.group}."
+        raise CheckpointError(problem, fix="Use fewer ranks (--tp), or --dtype bfloat16 or fp8.")
     scales: tuple[int, ...] = (rows, k // layout.group) if layout.group else (rows,)
     values: tuple[int, ...] = (rows, k // layout.packed)
     parts = [(tensor.name, layout.tag, values), (tensor.scale_name, layout.scale_tag, scales)]

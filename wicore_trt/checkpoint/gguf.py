@@ -237,9 +237,8 @@ def _refuse_other_kinds(file: GgufFile) -> None:
         raise CheckpointError(f"{file.path} holds a {shown(architecture)} model, not gemma3.")
     version = file.metadata.get("general.quantization_version", _QUANTIZATION)
     if version != _QUANTIZATION:
-        raise CheckpointError(
-            f"{file.path}: general.quantization_version is {shown(version)}; version {_QUANTIZATION} is read."
-        )
+        problem = f"{file.path}: general.quantization_version is {shown(version)}; version {_QUANTIZATION} is read."
+        raise CheckpointError(problem)
 
 
 class _ModelKeys(MetadataKeys):
@@ -295,10 +294,9 @@ class _ModelKeys(MetadataKeys):
         names = [key.removeprefix(_PREFIX) for key in self._metadata if key.startswith(_PREFIX)]
         others = [key for key in names if key not in self._asked and not key.startswith(_VISION_KEYS)]
         if others:
-            raise CheckpointError(
-                f"{self._place}: WiCore does not know what {named(_PREFIX + others[0])} asks for.",
-                fix="Convert the original model with llama.cpp's convert_hf_to_gguf.py, or give that model.",
-            )
+            problem = f"{self._place}: WiCore does not know what {named(_PREFIX + others[0])} asks for."
+            fix = "Convert the original model with llama.cpp's convert_hf_to_gguf.py, or give that model."
+            raise CheckpointError(problem, fix=fix)
 
 
 def _rope_factor(keys: _ModelKeys, layers: int) -> float:

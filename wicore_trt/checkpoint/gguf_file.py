@@ -176,10 +176,8 @@ def _join_parts(path: Path, count: int, door: UntrustedFiles) -> GgufFile:
     paths = [path.with_name(f"{match[1]}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
     lacking = [part.name for part in paths if not is_present(part)]
     if lacking:
-        raise CheckpointError(
-            f"{path} is one of {count} parts, of which {len(lacking)} are missing: {named(lacking[0])}.",
-            fix="Download all parts.",
-        )
+        problem = f"{path} is one of {count} parts, of which {len(lacking)} are missing: {named(lacking[0])}."
+        raise CheckpointError(problem, fix="Download all parts.")
     parts = [_open_one(part, door) for part in paths]
     tensors: dict[str, GgufTensor] = {}
     for index, part in enumerate(parts):
@@ -209,10 +207,8 @@ def _check_tensor_table(
         try:
             kind = gguf.GGMLQuantizationType(type_id)
         except ValueError as error:
-            raise CheckpointError(
-                f"{path}: {name} has type {type_id}, which the gguf package does not know.",
-                fix="Update the gguf package, or convert the model anew.",
-            ) from error
+            problem = f"{path}: {name} has type {type_id}, which the gguf package does not know."
+            raise CheckpointError(problem, fix="Update the gguf package, or convert the model anew.") from error
         block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if dims[0] % block_items:
             raise CheckpointError(f"{path}: rows of {name} are not whole {kind.name} blocks.", fix=_AGAIN)
@@ -222,13 +218,11 @@ def _check_tensor_table(
         start = div_ceil(end, align) * align
         end = start + size_bytes
         if data + end > size:
-            raise CheckpointError(
-                f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}.", fix=_AGAIN
-            )
+            problem = f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}."
+            raise CheckpointError(problem, fix=_AGAIN)
         if offset != start:
-            raise CheckpointError(
-                f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due.", fix=_AGAIN
-            )
+            problem = f"{path} is damaged: {name} is placed at byte {offset} of the data, where {start} is due."
+            raise CheckpointError(problem, fix=_AGAIN)
         tensors[raw_name] = GgufTensor(tuple(reversed(dims)), kind.name, data + offset, size_bytes // dims[-1], path)
     return tensors
 
@@ -244,9 +238,8 @@ class _Reader:
 
     def take_bytes(self, size: int, what: str) -> bytes:
         if size > self._left:
-            raise self.make_damage_error(
-                f"{what} needs {size} bytes, {self._left} are left of the file or of a header's limit"
-            )
+            problem = f"{what} needs {size} bytes, {self._left} are left of the file or of a header's limit"
+            raise self.make_damage_error(problem)
         self._left -= size
         data = self._file.read(size)
         if len(data) != size:
@@ -309,9 +302,8 @@ class _Reader:
                     raise self.make_damage_error(f"a string of {key} needs {size} bytes, more than are left")
                 found.append(read(size).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise self.make_damage_error(
-                f"string {len(found)} of {key} is not UTF-8 (its byte {error.start})"
-            ) from error
+            problem = f"string {len(found)} of {key} is not UTF-8 (its byte {error.start})"
+            raise self.make_damage_error(problem) from error
         except struct.error as error:
             raise self.make_damage_error(f"it ends in {key}") from error
         self._left = left

@@ -83,16 +83,14 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
     keys = _TokenizerKeys(metadata, place, _PREFIX)
     model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre")
     if model not in _MODELS:
-        raise CheckpointError(
-            f"{place}: its tokenizer is {shown(model)}; Gemma's is 'llama' (SentencePiece) or 'gpt2'."
-        )
+        problem = f"{place}: its tokenizer is {shown(model)}; Gemma's is 'llama' (SentencePiece) or 'gpt2'."
+        raise CheckpointError(problem)
     if pre is not None and pre not in _PRE:
         raise keys.make_value_error("pre", pre, "one of " + ", ".join(map(repr, _PRE)) + " for Gemma")
     pieces = keys.read_pieces(size)
     if model != "llama" and not {SPACE, "<0x00>", "<0xFF>"} <= set(pieces):
-        raise CheckpointError(
-            f"{place}: its tokenizer is {model!r} of bytes spelt as letters, as Llama 3's is, not Gemma's."
-        )
+        problem = f"{place}: its tokenizer is {model!r} of bytes spelt as letters, as Llama 3's is, not Gemma's."
+        raise CheckpointError(problem)
     kinds = keys.read_kinds(pieces)
     ids = {keys.read_token_id(f"{name}_token_id", size) for name in _IDS}
     marked = _mark_specials(pieces, kinds, {*ids, *keys.read_ends(size)})
@@ -186,9 +184,8 @@ class _TokenizerKeys(MetadataKeys):
         if not all(isinstance(piece, str) for piece in pieces):
             raise self.make_value_error("tokens", pieces, "a list of text")
         if len(pieces) != size:
-            raise CheckpointError(
-                f"{self._place}: {_PREFIX}tokens has {len(pieces)} tokens, but the embedding has {size} rows."
-            )
+            problem = f"{self._place}: {_PREFIX}tokens has {len(pieces)} tokens, but the embedding has {size} rows."
+            raise CheckpointError(problem)
         for index, piece in enumerate(pieces):
             if not 0 < len(piece) <= MAX_PIECE:
                 raise self.make_value_error(

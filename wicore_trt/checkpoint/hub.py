@@ -47,10 +47,9 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
         raise CheckpointError(f"The hub has no model {repo_id}, or it is private.", fix=fix) from error
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
-            raise CheckpointError(
-                f"{repo_id} is not in the local cache, and HF_HUB_OFFLINE is set.",
-                fix=f"Unset HF_HUB_OFFLINE, or run `hf download {repo_id}` on a connected machine and copy the cache.",
-            ) from error
+            problem = f"{repo_id} is not in the local cache, and HF_HUB_OFFLINE is set."
+            fix = f"Unset HF_HUB_OFFLINE, or run `hf download {repo_id}` on a connected machine and copy the cache."
+            raise CheckpointError(problem, fix=fix) from error
         fix = "Check the connection (HTTPS_PROXY, HF_ENDPOINT), or give the path of a local copy."
         raise CheckpointError(f"The hub cannot be reached and {repo_id} is not in the local cache.", fix=fix) from error
     except (HfHubHTTPError, OSError, ValueError) as error:

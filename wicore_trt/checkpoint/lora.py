@@ -246,9 +246,8 @@ class LoraSource(Source):
         embedding, dora = "lora_embedding_A" in kinds, "lora_magnitude_vector" in kinds
         if dora != self._config.use_dora or (dora and embedding):
             has = "an embedding's" if embedding else "a" if dora else "no"
-            raise CheckpointError(
-                f"{place}: use_dora is {self._config.use_dora}, and {name} has {has} lora_magnitude_vector."
-            )
+            problem = f"{place}: use_dora is {self._config.use_dora}, and {name} has {has} lora_magnitude_vector."
+            raise CheckpointError(problem)
         module = _name_module(parts)
         rank = _find_pattern_value(self._config.rank_pattern, module, self._config.r)
         alpha = _find_pattern_value(self._config.alpha_pattern, module, self._config.lora_alpha)
@@ -270,9 +269,8 @@ class LoraSource(Source):
         both = (HF_EMBEDDING, HF_LM_HEAD) if self._config.ensure_weight_tying else ()  # either stands for both
         strangers = [n for n, parts in low.items() if n not in both and not self._is_targeted(_name_module(parts))]
         if strangers:
-            raise CheckpointError(
-                f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
-            )
+            problem = f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
+            raise CheckpointError(problem)
         inner = [
             _name_module(parts).partition("layers.")[0]
             for name, parts in low.items()

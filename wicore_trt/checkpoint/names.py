@@ -192,10 +192,9 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
             raise CheckpointError(f"{place} holds {named(names[0])}, which is of {work}.")
     missing = [name for name in needed if name not in present]
     if missing == [HF_LM_HEAD]:
-        raise CheckpointError(
-            f"{place} lacks {HF_LM_HEAD}, and its configuration says tie_word_embeddings: false.",
-            fix="Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it.",
-        )
+        problem = f"{place} lacks {HF_LM_HEAD}, and its configuration says tie_word_embeddings: false."
+        fix = "Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it."
+        raise CheckpointError(problem, fix=fix)
     if missing:
         others = (
             f", and holds {len(unknown)} that it does not have: {list_some(unknown, _MAX_LISTED)}" if unknown else ""
@@ -207,9 +206,8 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
             else "Download it again, all files of it.",
         )
     if unknown:
-        raise CheckpointError(
-            f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {list_some(unknown, _MAX_LISTED)}."
-        )
+        problem = f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {list_some(unknown, _MAX_LISTED)}."
+        raise CheckpointError(problem)
     wrong = [f"{n} is {list(present[n])}, not {list(s)}" for n, s in needed.items() if tuple(present[n]) != s]
     if wrong:
         raise CheckpointError(f"{place}: its tensors do not fit its configuration: {list_some(wrong, _MAX_LISTED)}.")

@@ -175,9 +175,8 @@ class HfSource(Source):
         self.tensors, images = {}, dict[str, TensorInfo]()
         modules, taken = unpack.gather_modules(self._form, files) if self._form else ({}, set[str]())
         if self._form and not modules:
-            raise CheckpointError(
-                f"{path}: its files hold no tensor of {self._form.title}, which it describes.", fix=FIX
-            )
+            problem = f"{path}: its files hold no tensor of {self._form.title}, which it describes."
+            raise CheckpointError(problem, fix=FIX)
         for name, module in modules.items():
             info = TensorInfo((module.rows, module.columns), "F32")
             key = self._note_tensor(f"{name}.weight", info, module.path, images)
@@ -239,19 +238,16 @@ class HfSource(Source):
                 self.notes.append(f"{file} asks for pan and scan: here a request does, by detail: high or crops.")
             for name, want in wanted.items():
                 if given.get(name) not in (None, want):
-                    raise CheckpointError(
-                        f"{self.path / file}: {name} is {shown(given[name])}; Gemma 3's images need {want}.",
-                        fix=TEXT_ONLY,
-                    )
+                    problem = f"{self.path / file}: {name} is {shown(given[name])}; Gemma 3's images need {want}."
+                    raise CheckpointError(problem, fix=TEXT_ONLY)
 
     def _note_tensor(self, raw: str, info: TensorInfo, path: Path, images: dict[str, TensorInfo]) -> str:
         """Enter a tensor of the file `path` under its canonical name, which is returned."""
         key = canonical_name(raw)
         kind = images if is_vision(key) else self.tensors
         if key in kind:
-            raise CheckpointError(
-                f"{self.path} holds {named(key)} twice: in {Path(self.place_of(key)).name} and {path.name}."
-            )
+            problem = f"{self.path} holds {named(key)} twice: in {Path(self.place_of(key)).name} and {path.name}."
+            raise CheckpointError(problem)
         kind[key] = info
         return key
 
@@ -384,17 +380,13 @@ def _weight_files(path: Path, door: UntrustedFiles) -> tuple[list[SafetensorsFil
         raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}, which does not name it.", fix=fix)
     missing = [s for s in shards if not is_present(path / s)]
     if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}.",
-            fix="Download them.",
-        )
+        problem = f"{path} lacks {len(missing)} of {len(shards)} shards: {', '.join(map(named, missing[:8]))}."
+        raise CheckpointError(problem, fix="Download them.")
     files = {s: SafetensorsFile(path / s, door) for s in shards}
     lost = [n for n, s in weight_map.items() if n not in files[s].tensors]
     if lost:
-        raise CheckpointError(
-            f"{index}: {len(lost)} tensors are not in the shard that the index names, e.g. {named(lost[0])}.",
-            fix="Download it again.",
-        )
+        problem = f"{index}: {len(lost)} tensors are not in the shard that the index names, e.g. {named(lost[0])}."
+        raise CheckpointError(problem, fix="Download it again.")
     said = (listed.metadata or {}).get("total_size")
     held = sum(info.bytes for file in files.values() for info in file.tensors.values())
     if isinstance(said, int) and said != held:

@@ -32,16 +32,12 @@ def check_tokenizer(directory: Path, source: str, vocab_size: int, marks: Sequen
         raise CheckpointError(message, fix="Download the model's tokenizer files again.") from error
     ids = {i for i in (*tokenizer.eos_ids, tokenizer.bos_id, tokenizer.model_size - 1) if i is not None}
     if max(ids) >= vocab_size:
-        raise CheckpointError(
-            f"{source}: its tokenizer has the id {max(ids)}, but the model has {vocab_size} tokens.",
-            fix="Take tokenizer and weights from the same model.",
-        )
+        problem = f"{source}: its tokenizer has the id {max(ids)}, but the model has {vocab_size} tokens."
+        raise CheckpointError(problem, fix="Take tokenizer and weights from the same model.")
     text = tokenizer.decode(marks, skip_special=False)
     if tokenizer.encode(text, add_bos=False) != [*marks]:
-        raise CheckpointError(
-            f"{source}: its tokenizer has no marks {[*marks]} around images; their text is {shown(text)}.",
-            fix=f"Take tokenizer and config.json from the same model. {TEXT_ONLY}",
-        )
+        problem = f"{source}: its tokenizer has no marks {[*marks]} around images; their text is {shown(text)}."
+        raise CheckpointError(problem, fix=f"Take tokenizer and config.json from the same model. {TEXT_ONLY}")
     notes = [f"answers end at {tokenizer.described_ends()}.", *filter(None, (tokenizer.chat_note,))]
     notes += [*tokenizer.chat_doubts(), *_compare_places(directory, source)]
     beyond = range(vocab_size, tokenizer.vocab_size)
@@ -70,10 +66,9 @@ def _compare_places(directory: Path, source: str) -> list[str]:
     for place, token in tokens:
         have = known.get(str(token.get("content")))
         if have is None or any(token.get(key, have[key]) != have[key] for key in _FLAGS):
-            raise CheckpointError(
-                f"{source}: {place} has the token {shown(token.get('content'))} that tokenizer.json has not so.",
-                fix="Load the tokenizer with transformers and save it again: that makes its files agree.",
-            )
+            problem = f"{source}: {place} has the token {shown(token.get('content'))} that tokenizer.json has not so."
+            fix = "Load the tokenizer with transformers and save it again: that makes its files agree."
+            raise CheckpointError(problem, fix=fix)
     return [*_compare_roles(backend, config, roles), *_compare_templates(directory, config)]
 
 

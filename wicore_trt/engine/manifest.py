@@ -211,10 +211,8 @@ def read_manifest(path: Path) -> Manifest:
     if type(version) is not int or version < 1:
         raise EngineFormatError(f"{manifest_path} has no valid format_version.", fix=rebuild)
     if version > BLOCKS_VERSION:
-        raise EngineFormatError(
-            f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION} and {BLOCKS_VERSION}.",
-            fix=f"Upgrade wicore-trt, or {rebuild[0].lower()}{rebuild[1:]}",
-        )
+        problem = f"engine {path} has format {version}; this wicore reads {FORMAT_VERSION} and {BLOCKS_VERSION}."
+        raise EngineFormatError(problem, fix=f"Upgrade wicore-trt, or {rebuild[0].lower()}{rebuild[1:]}")
     if version < FORMAT_VERSION:
         raise EngineFormatError(
             f"engine {path} has format {version} of an older wicore, whose manifest cannot be verified; this one reads "

@@ -124,10 +124,8 @@ def check_equal_groups(spec: Gemma3Spec, backend: str) -> None:
 def find_backend(name: str) -> Backend:
     """Find a backend by name. Raises EnvironmentUnfitError for one that does not exist."""
     if name not in BACKENDS:
-        raise EnvironmentUnfitError(
-            f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}.",
-            fix="Use --backend torch.",
-        )
+        problem = f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}."
+        raise EnvironmentUnfitError(problem, fix="Use --backend torch.")
     module, attribute = BACKENDS[name].split(":")
     backend: Backend = getattr(import_module(module), attribute)()
     return backend

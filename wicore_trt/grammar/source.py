@@ -174,9 +174,8 @@ def check_constraint(constraint: Constraint) -> None:
     try:
         reason = _find_reason(constraint)
     except EnvironmentUnfitError as error:
-        raise InvalidRequestError(
-            f"Constraints are not supported here: {error.message}", field=FIELD, fix=error.fix
-        ) from error
+        problem = f"Constraints are not supported here: {error.message}"
+        raise InvalidRequestError(problem, field=FIELD, fix=error.fix) from error
     if reason:
         raise make_refusal(reason)
 

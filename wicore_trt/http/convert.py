@@ -86,13 +86,11 @@ def _read_response_format(given: dict[str, Any]) -> list[Constraint]:
         case "json_schema":
             inside = given.get("json_schema")
             if not isinstance(inside, dict) or not isinstance(inside.get("schema"), (dict, bool)):
-                raise InvalidRequestError(
-                    "response_format.json_schema.schema must be a JSON schema.", field="response_format"
-                )
+                problem = "response_format.json_schema.schema must be a JSON schema."
+                raise InvalidRequestError(problem, field="response_format")
             return [_make_constraint("response_format", ConstraintKind.JSON_SCHEMA, inside["schema"])]
-    raise InvalidRequestError(
-        f"response_format.type is text, json_object or json_schema, got {shown(kind)}.", field="response_format"
-    )
+    problem = f"response_format.type is text, json_object or json_schema, got {shown(kind)}."
+    raise InvalidRequestError(problem, field="response_format")
 
 
 def _read_structured(given: dict[str, Any]) -> list[Constraint]:
@@ -322,9 +320,8 @@ def _read_choice(given: object, left_out: dict[str, str]) -> tuple[str, str | No
         if isinstance(asked, str) and (asked in left_out or asked in left_out.values()):
             raise _cannot_run(left_out.get(asked, asked))
     if not isinstance(name, str):
-        raise InvalidRequestError(
-            f"tool_choice is none, auto, required or a function, got {shown(given)}.", field="tool_choice"
-        )
+        problem = f"tool_choice is none, auto, required or a function, got {shown(given)}."
+        raise InvalidRequestError(problem, field="tool_choice")
     return REQUIRED, name
 
 

@@ -26,9 +26,8 @@ def read_image_url(url: str, field: str, *, crops: bool = False) -> ImageFile:
     Raises InvalidRequestError (`field`)."""
     kind = _URL.match(url)
     if kind is None or (kind[1].lower() != "data" and len(url) > MAX_URL):
-        raise InvalidRequestError(
-            f"An image's URL begins with data:, https: or http: and is not long, got {shown(url)}.", field=field
-        )
+        problem = f"An image's URL begins with data:, https: or http: and is not long, got {shown(url)}."
+        raise InvalidRequestError(problem, field=field)
     return ImageFile(url=url, crops=crops, field=field)
 
 

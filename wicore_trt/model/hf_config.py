@@ -224,10 +224,8 @@ def _refuse_heads(config: Mapping[str, Any], place: str) -> None:
                 raise CheckpointError(f"{place}: {shown(name)} is {what}; WiCore builds models that write text.")
     code = config.get("auto_map")
     if isinstance(code, dict) and any(str(key).startswith("AutoModel") for key in code):
-        raise CheckpointError(
-            f"{place}: auto_map names the model's own code, {shown(next(iter(code.values())))}, which is not run.",
-            fix="Remove auto_map if the model is plain Gemma 3.",
-        )
+        problem = f"{place}: auto_map names the model's own code, {shown(next(iter(code.values())))}, which is not run."
+        raise CheckpointError(problem, fix="Remove auto_map if the model is plain Gemma 3.")
 
 
 def _refuse_others(config: Mapping[str, Any], place: str) -> None:
@@ -300,8 +298,7 @@ def _layer_groups(text: _TextConfig, place: str) -> tuple[str, ...]:
     pattern = 6 if text.sliding_window_pattern is None else text.sliding_window_pattern
     old = text.old_window_pattern  # transformers writes it and never reads it
     if old not in (None, pattern):
-        raise CheckpointError(
-            f"{place}: sliding_window_pattern is both {' and '.join(map(str, sorted([pattern, old])))}."
-        )
+        problem = f"{place}: sliding_window_pattern is both {' and '.join(map(str, sorted([pattern, old])))}."
+        raise CheckpointError(problem)
     check_whole("sliding_window_pattern", pattern, 1, 1 << 20)
     return tuple(LOCAL if (i + 1) % pattern else GLOBAL for i in range(text.num_hidden_layers))

@@ -150,9 +150,8 @@ class ChatTemplate:
         tools = [{"type": "function", "function": dict(function)} for function in functions]
         answer = self._run_template(turns, add_generation_prompt, tools, checked_variables(variables))
         if "refused" in answer:
-            raise invalid_messages(
-                f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
-            ) from TemplateRefusal()
+            problem = f"The chat template refuses these messages: {shortened(answer['refused'], 300)}"
+            raise invalid_messages(problem) from TemplateRefusal()
         if "broken" in answer:
             raise invalid_messages(f"The chat template failed on these messages: {shortened(answer['broken'], 300)}.")
         return answer["text"]
@@ -171,9 +170,8 @@ def checked_variables(given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidRequestError("chat_template_kwargs must be an object.", field="chat_template_kwargs")
     if taken := sorted(_OURS & given.keys()):
-        raise InvalidRequestError(
-            f"chat_template_kwargs has {taken[0]}, which is a field of its own.", field="chat_template_kwargs"
-        )
+        problem = f"chat_template_kwargs has {taken[0]}, which is a field of its own."
+        raise InvalidRequestError(problem, field="chat_template_kwargs")
     try:
         json.dumps(given)
     except (TypeError, ValueError, RecursionError):

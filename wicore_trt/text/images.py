@@ -46,9 +46,8 @@ def check_images(request: TextRequest, info: ImageInfo | None, most: int) -> Non
             )  # fmt: skip
         count += max(1, len(image.pixels))
         if count > most:
-            raise InvalidRequestError(
-                f"A request has at most {most} images, crops included (scheduler.max_images).", field=image.field
-            )
+            problem = f"A request has at most {most} images, crops included (scheduler.max_images)."
+            raise InvalidRequestError(problem, field=image.field)
     if not images:
         return
     if request.truncate_prompt_tokens is not None:
@@ -62,9 +61,8 @@ def check_images(request: TextRequest, info: ImageInfo | None, most: int) -> Non
         if role in ("system", "developer"):  # Gemma's template reads the text alone of such a turn
             raise InvalidRequestError(f"A turn of role {role} takes no image; send it as the user.", field=image.field)
     if len(roles) != len(images):
-        raise InvalidRequestError(
-            f'The messages have {len(roles)} parts {{"type": "image"}} for {len(images)} images.', field=images[0].field
-        )
+        problem = f'The messages have {len(roles)} parts {{"type": "image"}} for {len(images)} images.'
+        raise InvalidRequestError(problem, field=images[0].field)
 
 
 def expand_marks(texts: Sequence[str], images: Sequence[ImageFile], field: str) -> list[str]:
@@ -75,9 +73,8 @@ def expand_marks(texts: Sequence[str], images: Sequence[ImageFile], field: str) 
     marks = sum(map(len, cut)) - len(cut)
     if marks != len(images):
         what = "The chat template writes" if field == "messages" else f"The prompt ({IMAGE_MARK}) has"
-        raise InvalidRequestError(
-            f"{what} {marks} places for {len(images)} images.", field=images[0].field if images else field
-        )
+        problem = f"{what} {marks} places for {len(images)} images."
+        raise InvalidRequestError(problem, field=images[0].field if images else field)
     left = iter(images)
     return ["".join([head, *(_describe_image(next(left)) + part for part in rest)]) for head, *rest in cut]
 

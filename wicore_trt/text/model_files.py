@@ -91,10 +91,8 @@ class ModelFiles:
                 named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
                 value = named.get("default")
                 if named and value is None:
-                    raise EngineFormatError(
-                        f"chat_template in {path} has {shown(next(iter(named)))} and none of the name default.",
-                        fix="Name the one that chats default.",
-                    )
+                    problem = f"chat_template in {path} has {shown(next(iter(named)))} and none of the name default."
+                    raise EngineFormatError(problem, fix="Name the one that chats default.")
             if value is not None:
                 if not isinstance(value, str):
                     raise EngineFormatError(f"chat_template in {path} must be a string.", fix=REBUILD)

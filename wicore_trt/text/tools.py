@@ -31,9 +31,8 @@ class Tools:
 def make_function(where: str, name: object, description: object, parameters: object, strict: bool) -> Function:
     """Make a function from the client's field `where`. Raises InvalidRequestError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"The name of {where} must be 1 to 64 letters, digits, _, . or -, got {shown(name)}.", field=where
-        )
+        problem = f"The name of {where} must be 1 to 64 letters, digits, _, . or -, got {shown(name)}."
+        raise InvalidRequestError(problem, field=where)
     if description is not None and not isinstance(description, str):
         raise InvalidRequestError(f"The description of {where} must be a text.", field=where)
     parameters = {} if parameters is None else parameters

@@ -38,10 +38,8 @@ class TensorRT:
         hint = ""
         if self.flavour == RTX and target in ("sm90", "sm100"):
             hint = " TensorRT-RTX does not run on data-centre Hopper and Blackwell: build there with full TensorRT."
-        raise ConfigError(
-            f"target {target!r}: {self.flavour} {self.version} builds for {', '.join(self.targets)}.{hint}",
-            fix="Choose --target among them.",
-        )
+        problem = f"target {target!r}: {self.flavour} {self.version} builds for {', '.join(self.targets)}.{hint}"
+        raise ConfigError(problem, fix="Choose --target among them.")
 
 
 def find_tensorrt() -> TensorRT:

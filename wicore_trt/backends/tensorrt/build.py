@@ -119,10 +119,8 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
     for target in targets:
         for dtype in dtypes:
             if int(target.removeprefix("sm")) < OLDEST_SM.get(dtype, 0):
-                raise ConfigError(
-                    f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}.",
-                    fix="Leave the target out, or build it from a checkpoint of another dtype.",
-                )
+                problem = f"target {target!r} has no {dtype} arithmetic; it begins with sm{OLDEST_SM[dtype]}."
+                raise ConfigError(problem, fix="Leave the target out, or build it from a checkpoint of another dtype.")
 
 
 def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:

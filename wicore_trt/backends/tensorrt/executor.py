@@ -233,10 +233,8 @@ def open_executor(engine: EngineDir, settings: ExecutorOptions) -> TensorRTExecu
     try:
         trt = import_module(name)
     except (ImportError, OSError) as error:
-        raise EnvironmentUnfitError(
-            f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error}).",
-            fix=install_command("tensorrt"),
-        ) from None
+        problem = f"engine {engine.path} runs with {flavour}, and {name} cannot be imported ({error})."
+        raise EnvironmentUnfitError(problem, fix=install_command("tensorrt")) from None
     return TensorRTExecutor(engine, settings, trt, device)
 
 
@@ -244,10 +242,8 @@ def check_environment(engine: EngineDir, trt: Any, target: str) -> None:
     """Raises EnvironmentUnfitError where `engine` has no plans for this GPU or this TensorRT."""
     manifest = engine.manifest
     if any(plan_file(target, phase) not in manifest.files for phase in (PREFILL, DECODE)):
-        raise EnvironmentUnfitError(
-            f"engine {engine.path} has plans for {', '.join(manifest.targets)}, and this GPU is {target}.",
-            fix=rebuild_plans(engine, target),
-        )
+        problem = f"engine {engine.path} has plans for {', '.join(manifest.targets)}, and this GPU is {target}."
+        raise EnvironmentUnfitError(problem, fix=rebuild_plans(engine, target))
     if trt.__version__ != manifest.compiled.get("version"):
         raise EnvironmentUnfitError(
             f"engine {engine.path} was built by {manifest.compiled.get('flavour')} {manifest.compiled.get('version')}, "

@@ -63,9 +63,8 @@ def build_plan(api: TensorRT, request: PlanRequest) -> Plan:
     config.add_optimization_profile(profile)
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
-        raise EnvironmentUnfitError(
-            f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
-        )
+        problem = f"{api.flavour} {api.version} could not build {request.phase} for {request.target}: {book.reason()}"
+        raise EnvironmentUnfitError(problem)
     facts = {
         "network_layers": network.num_layers,
         "kernels": dict(sorted(book.kernels.items())),

@@ -76,10 +76,8 @@ class TextCalibration:
         are asked for."""
         checkpoint = open_checkpoint(path)
         if not checkpoint.weights.fp8 and not self.kv_scales:
-            raise ConfigError(
-                f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate.",
-                fix="Convert its source with --dtype fp8.",
-            )
+            problem = f"{path} is {checkpoint.dtype}: without KV scales there is nothing to calibrate."
+            raise ConfigError(problem, fix="Convert its source with --dtype fp8.")
         same = os.path.realpath(path) == os.path.realpath(output)
         with replace_output(Path(output), CHECKPOINT, force=force, source=None if same else Path(path)) as scratch:
             files = {file.name: checkpoint.read(file.name) for file in checkpoint.tokenizer_files}

@@ -82,10 +82,8 @@ def shape_of(checkpoint: Checkpoint, options: BuildOptions) -> EngineShape:
     """Make the shape that kernels are compiled for. Raises ConfigError for what no kernel computes."""
     dtype = checkpoint.dtype
     if dtype not in DTYPES:
-        raise ConfigError(
-            f"backend 'triton' computes in {' or '.join(DTYPES)}, and the checkpoint is {dtype}.",
-            fix="Convert the source with --dtype bfloat16, float16 or fp8.",
-        )
+        problem = f"backend 'triton' computes in {' or '.join(DTYPES)}, and the checkpoint is {dtype}."
+        raise ConfigError(problem, fix="Convert the source with --dtype bfloat16, float16 or fp8.")
     kv_dtype = options.kv_dtype_of(checkpoint, compiled=True)
     spec, d = checkpoint.spec.shard(0, checkpoint.tp_size).spec, checkpoint.spec.head_dim
     if d < SIZES or d & (d - 1):

@@ -62,10 +62,8 @@ class EngineShape:
         check_equal_groups(self.spec, "triton")
         for shape in self._linear_shapes.values() if self.weights.storage == "q4_0" else ():
             if shape.four_bit and (shape.n % 32 or shape.k % 32):
-                raise ConfigError(
-                    f"A linear of {shape.n} x {shape.k} weights has no 4-bit kernels, which take multiples of 32.",
-                    fix="Build with --dtype bfloat16, or for fewer ranks.",
-                )
+                problem = f"A linear of {shape.n} x {shape.k} weights has no 4-bit kernels, which take multiples of 32."
+                raise ConfigError(problem, fix="Build with --dtype bfloat16, or for fewer ranks.")
 
     @property
     def vocab_size(self) -> int:

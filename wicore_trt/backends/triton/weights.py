@@ -83,10 +83,8 @@ def finish_constants(
     for name, (tensor, *_) in run_weights(spec).items():
         wanted = {Role.NORM: "float32", Role.LINEAR: shape.weights.storage}.get(tensor.role, shape.table_dtype)
         if known[name].dtype != TORCH_DTYPES[wanted]:
-            raise EngineFormatError(
-                f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}.",
-                fix="Build the engine again.",
-            )
+            problem = f"The engine's {name} is {known[name].dtype}; backend 'triton' needs {wanted}."
+            raise EngineFormatError(problem, fix="Build the engine again.")
     if spec.tie_word_embeddings and shape.ranks > 1:
         known[LM_HEAD] = known[LM_HEAD][rank * spec.vocab_size :][: spec.vocab_size]
     if shape.kv_dtype == "fp8":

@@ -49,10 +49,9 @@ class TensorRTLLMBackend(Backend):
         import torch
 
         if not torch.cuda.is_available():
-            raise EnvironmentUnfitError(
-                "trtllm-build compiles for the GPU that it runs on, and there is none here.",
-                fix="Build on the machine that will serve, or use --backend tensorrt, which compiles without a GPU.",
-            )
+            problem = "trtllm-build compiles for the GPU that it runs on, and there is none here."
+            fix = "Build on the machine that will serve, or use --backend tensorrt, which compiles without a GPU."
+            raise EnvironmentUnfitError(problem, fix=fix)
         here = "sm{}{}".format(*torch.cuda.get_device_capability())
         if options.targets not in ((), (here,)):
             what = f"Backend tensorrt-llm compiles for the GPU of this machine, {here}"
@@ -136,15 +135,12 @@ def _run_build(command: list[str], cwd: Path) -> None:
             process.kill()
             raise
     if process.returncode:
-        raise EnvironmentUnfitError(
-            f"trtllm-build failed with exit code {process.returncode}. Its last lines:\n" + "\n".join(last) + "\n",
-            fix="When memory ran out, lower --max-context; the log has all of its output.",
-        )
+        problem = f"trtllm-build failed with exit code {process.returncode}. Its last lines:\n" + "\n".join(last) + "\n"
+        fix = "When memory ran out, lower --max-context; the log has all of its output."
+        raise EnvironmentUnfitError(problem, fix=fix)
     if not repaired:
-        raise EnvironmentUnfitError(
-            "trtllm-build did not use our Gemma 3 class, and its own has wrong rope on local layers.",
-            fix="Install an unchanged TensorRT-LLM 1.2, or use --backend tensorrt.",
-        )
+        problem = "trtllm-build did not use our Gemma 3 class, and its own has wrong rope on local layers."
+        raise EnvironmentUnfitError(problem, fix="Install an unchanged TensorRT-LLM 1.2, or use --backend tensorrt.")
 
 
 def _check_engine(
@@ -164,10 +160,8 @@ def _check_engine(
     asked = {name: arguments[f"--{name}"] for name in names}
     wrong += [f"{name} {made.get(name)!r}, not {value}" for name, value in asked.items() if made.get(name) != value]
     if wrong:
-        raise EnvironmentUnfitError(
-            f"trtllm-build made another engine than it was told to: {'; '.join(wrong)}.",
-            fix="Choose options that it keeps (its log says why it changed them).",
-        )
+        problem = f"trtllm-build made another engine than it was told to: {'; '.join(wrong)}."
+        raise EnvironmentUnfitError(problem, fix="Choose options that it keeps (its log says why it changed them).")
 
 
 def _is_same(model: dict[str, Any], key: str, value: Any) -> bool:

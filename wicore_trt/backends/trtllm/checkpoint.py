@@ -90,10 +90,8 @@ def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
         fix = f"{again} --dtype bfloat16"
         raise ConfigError(f"TensorRT-LLM's attention runs in {' or '.join(DTYPES)}, not {checkpoint.dtype}.", fix=fix)
     if checkpoint.weights.fp8 and not checkpoint.weights.static_activations:
-        raise ConfigError(
-            "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none.",
-            fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT",
-        )
+        problem = "TensorRT-LLM's FP8 needs static scales of activations, and this checkpoint has none."
+        raise ConfigError(problem, fix=f"Measure them: {again} --dtype fp8 --calibrate TEXT")
     if kv_fp8 and not checkpoint.kv_scales:
         fix = f"Measure them: {again} --calibrate TEXT, or leave --kv-dtype out."
         raise ConfigError("TensorRT-LLM's FP8 KV cache needs scales, and this checkpoint has none.", fix=fix)

@@ -82,10 +82,8 @@ class EngineIdentity:
     def __init__(self, llm_args: Any) -> None:
         directory = Path(str(llm_args.model))
         if not directory.is_dir():
-            raise EnvironmentUnfitError(
-                f"The connector names KV blocks after the model's files, and {directory} is no directory.",
-                fix="Give LLM the directory that the model was downloaded to.",
-            )
+            problem = f"The connector names KV blocks after the model's files, and {directory} is no directory."
+            raise EnvironmentUnfitError(problem, fix="Give LLM the directory that the model was downloaded to.")
         files = sorted(path for pattern in _FILES for path in directory.glob(pattern))
         facts: dict[str, Any] = {name: repr(getattr(llm_args, name, None)) for name in _ARGUMENTS}
         facts["kv_dtype"] = repr(getattr(llm_args.kv_cache_config, "dtype", None))
@@ -180,10 +178,8 @@ def _check_arguments(llm_args: Any, settings: KVSettings) -> None:
     if not settings.host_bytes:
         raise ConfigError("The connector has no host memory to use.", fix="Set WICORE_KV__HOST_BYTES, to 16GiB say.")
     if any((getattr(llm_args, name, 1) or 1) > 1 for name in _PARALLEL):
-        raise EnvironmentUnfitError(
-            "The connector works on one rank: the contract gives rank 0 no way to ask what other ranks can load.",
-            fix="Use one GPU, or run without the connector.",
-        )
+        problem = "The connector works on one rank: the contract gives rank 0 no way to ask what other ranks can load."
+        raise EnvironmentUnfitError(problem, fix="Use one GPU, or run without the connector.")
     windows = llm_args.kv_cache_config.max_attention_window
     longest = getattr(llm_args, "max_seq_len", None)
     if windows and not (longest and all(window >= longest for window in windows)):

@@ -66,10 +66,8 @@ class TrtllmExecutor:
             path = str(engine.path / ENGINE_DIR)
             self._executor = bindings.Executor(path, bindings.ModelType.DECODER_ONLY, limits)
         except RuntimeError as error:
-            raise EnvironmentUnfitError(
-                f"TensorRT-LLM {version} does not load engine {engine.path}: {_join_words(error)}.",
-                fix=rebuild_engine(engine.path, engine.manifest),
-            ) from error
+            problem = f"TensorRT-LLM {version} does not load engine {engine.path}: {_join_words(error)}."
+            raise EnvironmentUnfitError(problem, fix=rebuild_engine(engine.path, engine.manifest)) from error
         self._sequences: dict[int, SequenceOutput] = {}  # by the library's request id
         self._ids: dict[tuple[str, int], int] = {}  # (request id, index) -> the library's
 
@@ -136,10 +134,8 @@ def _check_machine(engine: EngineDir, installed: str) -> str:
 
     manifest, built = engine.manifest, engine.manifest.compiled.get("tensorrt_llm")
     if built != installed:
-        raise EnvironmentUnfitError(
-            f"engine {engine.path} was built by TensorRT-LLM {built}, and {installed} is installed.",
-            fix=f"Install that version. Or: {rebuild_engine(engine.path, manifest)}",
-        )
+        problem = f"engine {engine.path} was built by TensorRT-LLM {built}, and {installed} is installed."
+        raise EnvironmentUnfitError(problem, fix=f"Install that version. Or: {rebuild_engine(engine.path, manifest)}")
     targets = ", ".join(manifest.targets)
     if not torch.cuda.is_available():
         raise EnvironmentUnfitError(f"engine {engine.path} is for {targets}, and PyTorch finds no GPU here.")
@@ -162,10 +158,8 @@ def _read_config(engine: EngineDir) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise EngineFormatError(f"{directory} is no TensorRT-LLM engine: {error!r}.", fix="Build it again.") from error
     if world != 1:
-        raise EngineFormatError(
-            f"This engine is split over {world} ranks, and backend 'tensorrt-llm' runs one.",
-            fix="Build it again with --tp 1.",
-        )
+        problem = f"This engine is split over {world} ranks, and backend 'tensorrt-llm' runs one."
+        raise EngineFormatError(problem, fix="Build it again with --tp 1.")
     if not whole:
         raise EngineFormatError(f"{directory} has no attention window for each layer, or no limits.")
     return config
