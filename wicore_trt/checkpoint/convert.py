@@ -43,7 +43,7 @@ from wicore_trt.checkpoint.names import (
     unified_tensors,
 )
 from wicore_trt.checkpoint.open_source import open_source
-from wicore_trt.checkpoint.quantize import from_float32, quantize_e4m3_per_channel, to_float32
+from wicore_trt.checkpoint.quantize import FLOATS, from_float32, quantize_e4m3_per_channel, to_float32
 from wicore_trt.checkpoint.records import FileRecord, record_of
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter, TensorEntry, split_rows
 from wicore_trt.checkpoint.sharding import Shard, shard_of
@@ -59,7 +59,6 @@ DTYPES = ("auto", *PLAIN, *QUANTIZED)
 
 _SPARE_BYTES = 64 << 20  # tokenizer files and headers
 _DTYPE_OF_SOURCE = {"BF16": "bfloat16", "F16": "float16"}
-_STORED = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,7 @@ class _Conversion:
         self._rounded = [
             f"the {names[name].value}, {source.tensors[name].dtype} in the source, is rounded to {self._dtype}."
             for name, kept in heads.items()
-            if not head and (kept or source.tensors[name].dtype not in _STORED)
+            if not head and (kept or source.tensors[name].dtype not in FLOATS)
         ]
         return replace(weights, minimums=tuple(sorted(kinds)), head=head)
 
@@ -218,7 +217,7 @@ class _Conversion:
             advice = f"{len(kept)} of {len(linears)} linears have 4 bits that --dtype q4_0 keeps, bit for bit."
             return [advice] if 2 * len(kept) > len(linears) else []
         other = [source.tensors[n].dtype for n in linears if n not in {*kept}]
-        again = sorted({kind for kind in other if kind not in _STORED})
+        again = sorted({kind for kind in other if kind not in FLOATS})
         compare = "wicore bench perplexity --engine BF16_ENGINE --engine Q4_0_ENGINE"
         said = [f"{len(kept)} of {len(linears)} linears are kept as published, bit for bit."] if kept else []
         if other:

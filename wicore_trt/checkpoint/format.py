@@ -85,10 +85,8 @@ class Checkpoint:
         return data
 
     def make_damage_error(self, name: str, part: str) -> CheckpointError:
-        what = "it" if part == name else part
-        return CheckpointError(
-            f"{self.path / name} is damaged: {what} has changed since it was written.", fix=self.rebuild_command
-        )
+        problem = f"is damaged: {'it' if part == name else part} has changed since it was written."
+        return CheckpointError(f"{self.path / name} {problem}", fix=self.rebuild_command)
 
     @property
     def rebuild_command(self) -> str:
@@ -97,8 +95,7 @@ class Checkpoint:
     @property
     def revision(self) -> str | None:
         """Hub commit that the checkpoint was converted from, if any."""
-        revision: str | None = self.config["wicore"].get("revision")
-        return revision
+        return self.config["wicore"].get("revision")
 
     @property
     def source(self) -> str:
@@ -330,11 +327,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=rebuild)
-    ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    tables = {
-        file: rank_entries(spec, dtype, weights, rank, tp_size, kv_scales=kv_algo is not None)
-        for rank, file in enumerate(ranks)
-    }
+    ranks, kv = [path / f"rank{rank}.safetensors" for rank in range(tp_size)], kv_algo is not None
+    tables = {file: rank_entries(spec, dtype, weights, i, tp_size, kv_scales=kv) for i, file in enumerate(ranks)}
     if isinstance(vision, VisionSpec):
         tables[path / VISION] = vision_entries(vision, dtype)
     unlisted = [file.name for file in tables if file.name not in files or not files[file.name].parts]

@@ -19,16 +19,15 @@ from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, MetadataKeys, 
 from wicore_trt.checkpoint.gguf_tokenizer import read_vocabulary, write_tokenizer
 from wicore_trt.checkpoint.gguf_vision import IMAGE_TENSORS, read_gguf_vision
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_FINAL_NORM, HF_LM_HEAD, TEXT_ONLY, check_tensors
-from wicore_trt.checkpoint.quantize import STORAGE, to_float32
+from wicore_trt.checkpoint.quantize import FLOATS, STORAGE, to_float32
 from wicore_trt.checkpoint.safetensors_io import TensorInfo
 from wicore_trt.checkpoint.source import Source
 from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.model.spec import GLOBAL, LOCAL, MAX_LAYERS, Gemma3Spec, SpecError
 from wicore_trt.model.vision import SOFT_NORM, VisionSpec
 
-STORED = ("F32", "F16", "BF16")
 TYPES = (
-    *STORED, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    *FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
     "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "TQ1_0", "TQ2_0", "MXFP4",
 )  # fmt: skip
 """Types of tensors that are read; the gguf package dequantizes them bit for bit as ggml-quants.c does."""
@@ -145,7 +144,7 @@ class GgufSource(Source):
 
     def find_blocks(self, name: str) -> str:
         kind = self.tensors[name].dtype
-        return "" if kind in STORED else kind
+        return "" if kind in FLOATS else kind
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
         file, stored, first = self._places[name]
@@ -157,7 +156,7 @@ class GgufSource(Source):
         file, stored, _ = self._places[name]
         tensor, blocks = file.tensors[stored], self.read_blocks(name, start, stop)
         shape = (stop - start, *tensor.shape[1:])
-        if tensor.type_name in STORED:
+        if tensor.type_name in FLOATS:
             block, tag = blocks.view(STORAGE[tensor.type_name]).reshape(shape), tensor.type_name
         else:
             kind = gguf.GGMLQuantizationType[tensor.type_name]

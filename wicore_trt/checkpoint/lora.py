@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wicore_trt.checkpoint.folder import ADAPTER, ADAPTER_WEIGHTS, check_folder
 from wicore_trt.checkpoint.names import HF_EMBEDDING, HF_LM_HEAD, canonical_name, check_tensors, hf_shapes, is_vision
-from wicore_trt.checkpoint.quantize import to_float32
+from wicore_trt.checkpoint.quantize import FLOATS, to_float32
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
-from wicore_trt.checkpoint.source import GENERATION, TEXT_TAGS, TOKENIZER_FILES, Source
+from wicore_trt.checkpoint.source import GENERATION, TOKENIZER_FILES, Source
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
 from wicore_trt.files import TOKENIZER_BYTES, UntrustedFiles, is_present
 from wicore_trt.model.spec import Gemma3Spec
@@ -197,7 +197,7 @@ class LoraSource(Source):
                 continue  # the base's own, of which no use is made
             elif (
                 name not in known
-                or info.dtype not in TEXT_TAGS
+                or info.dtype not in FLOATS
                 or (len(known[name]) != 2 and match)
                 or (name in self._images and not match and info.shape != known[name])
             ):

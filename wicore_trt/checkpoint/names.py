@@ -104,20 +104,22 @@ class UnifiedTensor:
         return weight_scale_name(self.name)
 
 
-# unified name, Hugging Face names, role, split; all below a layer's prefix and above ".weight"
-_LAYER: tuple[tuple[str, tuple[str, ...], Role, Split], ...] = (
-    ("input_layernorm", ("input_layernorm",), Role.NORM, Split.NONE),
-    ("attention.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Role.LINEAR, Split.QKV),
-    ("attention.q_layernorm", ("self_attn.q_norm",), Role.NORM, Split.NONE),
-    ("attention.k_layernorm", ("self_attn.k_norm",), Role.NORM, Split.NONE),
-    ("attention.dense", ("self_attn.o_proj",), Role.LINEAR, Split.COLUMNS),
-    ("post_layernorm", ("post_attention_layernorm",), Role.NORM, Split.NONE),
-    ("pre_feedforward_layernorm", ("pre_feedforward_layernorm",), Role.NORM, Split.NONE),
-    ("mlp.fc", ("mlp.gate_proj",), Role.LINEAR, Split.ROWS),
-    ("mlp.gate", ("mlp.up_proj",), Role.LINEAR, Split.ROWS),
-    ("mlp.proj", ("mlp.down_proj",), Role.LINEAR, Split.COLUMNS),
-    ("post_feedforward_layernorm", ("post_feedforward_layernorm",), Role.NORM, Split.NONE),
-)
+# unified name, Hugging Face names with their sizes, split; all below a layer's prefix and above ".weight"
+_LAYER: tuple[tuple[str, dict[str, str], Split], ...] = (
+    ("input_layernorm", {"input_layernorm": "hidden"}, Split.NONE),
+    (
+        "attention.qkv",
+        {"self_attn.q_proj": "q hidden", "self_attn.k_proj": "kv hidden", "self_attn.v_proj": "kv hidden"}, Split.QKV,
+    ),
+    ("attention.q_layernorm", {"self_attn.q_norm": "head"}, Split.NONE),
+    ("attention.k_layernorm", {"self_attn.k_norm": "head"}, Split.NONE),
+    ("attention.dense", {"self_attn.o_proj": "hidden q"}, Split.COLUMNS),
+    ("post_layernorm", {"post_attention_layernorm": "hidden"}, Split.NONE),
+    ("pre_feedforward_layernorm", {"pre_feedforward_layernorm": "hidden"}, Split.NONE),
+    ("mlp.fc", {"mlp.gate_proj": "mlp hidden"}, Split.ROWS), ("mlp.gate", {"mlp.up_proj": "mlp hidden"}, Split.ROWS),
+    ("mlp.proj", {"mlp.down_proj": "hidden mlp"}, Split.COLUMNS),
+    ("post_feedforward_layernorm", {"post_feedforward_layernorm": "hidden"}, Split.NONE),
+)  # fmt: skip
 
 
 def is_vision(name: str) -> bool:
@@ -149,15 +151,9 @@ def hf_shapes(spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
     if not spec.tie_word_embeddings:
         shapes[HF_LM_HEAD] = (spec.vocab_size, hidden)
     for i, group in enumerate(spec.attention_by_layer):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,), "self_attn.q_proj": (group.q_size, hidden),
-            "self_attn.k_proj": (group.kv_size, hidden), "self_attn.v_proj": (group.kv_size, hidden),
-            "self_attn.q_norm": (group.head_dim,), "self_attn.k_norm": (group.head_dim,),
-            "self_attn.o_proj": (hidden, group.q_size), "post_attention_layernorm": (hidden,),
-            "pre_feedforward_layernorm": (hidden,), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
-            "mlp.down_proj": (hidden, mlp), "post_feedforward_layernorm": (hidden,),
-        }  # fmt: skip
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        sizes = {"hidden": hidden, "mlp": mlp, "q": group.q_size, "kv": group.kv_size, "head": group.head_dim}
+        parts = [part for _, parts, _ in _LAYER for part in parts.items()]
+        shapes |= {f"model.layers.{i}.{n}.weight": tuple(sizes[size] for size in s.split()) for n, s in parts}
     return shapes
 
 
@@ -172,8 +168,9 @@ def unified_tensors(spec: Gemma3Spec) -> tuple[UnifiedTensor, ...]:
 
     tensors = [tensor(EMBEDDING, (HF_EMBEDDING,), Role.EMBEDDING, Split.ROWS)]
     for i in range(spec.num_layers):
-        for name, parts, role, split in _LAYER:
+        for name, parts, split in _LAYER:
             sources = tuple(f"model.layers.{i}.{part}.weight" for part in parts)
+            role = Role.NORM if name.endswith("layernorm") else Role.LINEAR
             tensors.append(tensor(layer_weight(i, name), sources, role, split))
     tensors.append(tensor(FINAL_NORM, (HF_FINAL_NORM,), Role.NORM, Split.NONE))
     tensors.append(tensor(LM_HEAD, (head,), Role.HEAD, Split.ROWS))

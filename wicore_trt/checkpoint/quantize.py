@@ -17,6 +17,7 @@ from wicore_trt.errors import CheckpointError
 E4M3_MAX = 448.0
 SCALE_FACTORS = np.exp2(np.arange(16) / 16).astype(np.float32)
 SEARCH_COLUMNS = 1024  # longer rows are judged by an even sample, which bounds the search to a few casts
+FLOATS = ("F32", "F16", "BF16")
 STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8}
 
 

@@ -30,7 +30,7 @@ from wicore_trt.checkpoint.names import (
     check_vision,
     is_vision,
 )
-from wicore_trt.checkpoint.quantize import to_float32
+from wicore_trt.checkpoint.quantize import FLOATS, to_float32
 from wicore_trt.checkpoint.quantized import FIX, FORM_FILES, describe_form, find_form
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo, split_rows
 from wicore_trt.errors import CheckpointError, first_fault, named, shown
@@ -47,7 +47,6 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-TEXT_TAGS = ("F32", "F16", "BF16")
 _SHAPING = (  # what changes greedy answers of transformers' generate
     "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty",
@@ -201,7 +200,7 @@ class HfSource(Source):
     def _check_types(self, names: Iterable[str]) -> None:
         for key in (name for name in names if name not in self._packed):
             file, raw = self._files[key]
-            if (tag := file.tensors[raw].dtype) not in TEXT_TAGS:
+            if (tag := file.tensors[raw].dtype) not in FLOATS:
                 raise CheckpointError(
                     f"{self.place_of(key)}: {key} is stored as {tag}, "
                     + ("which WiCore does not read." if tag == "F64" else "quantized."),

@@ -18,14 +18,13 @@ import numpy as np
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.checkpoint.blocks import GROUP, join_q4_0
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights
-from wicore_trt.checkpoint.quantize import e4m3_values, to_float32
+from wicore_trt.checkpoint.quantize import FLOATS, e4m3_values, to_float32
 from wicore_trt.checkpoint.quantized import FIX, PackedForm, check_keys
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from wicore_trt.errors import CheckpointError, named, shown
 from wicore_trt.files import UntrustedFiles
 from wicore_trt.model.spec import Gemma3Spec
 
-FLOATS = ("F32", "F16", "BF16")
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 4096
 _NF4 = np.array(

@@ -127,5 +127,4 @@ def find_backend(name: str) -> Backend:
         problem = f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}."
         raise EnvironmentUnfitError(problem, fix="Use --backend torch.")
     module, attribute = BACKENDS[name].split(":")
-    backend: Backend = getattr(import_module(module), attribute)()
-    return backend
+    return getattr(import_module(module), attribute)()

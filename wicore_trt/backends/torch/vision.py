@@ -209,10 +209,9 @@ def load_vision(engine: EngineDir) -> VisionWeights | None:
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a file, memory-mapped. Raises EngineFormatError for one that cannot be read."""
     try:
-        found: dict[str, torch.Tensor] = load_file(file)
+        return load_file(file)
     except (OSError, SafetensorError) as error:
         raise EngineFormatError(f"{file} cannot be read: {error}.", fix="Build the engine again.") from error
-    return found
 
 
 def open_encoder(
