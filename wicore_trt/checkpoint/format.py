@@ -32,7 +32,7 @@ from wicore_trt.checkpoint.source import TOKENIZER_FILES
 from wicore_trt.errors import CheckpointError, shown
 from wicore_trt.files import LIST_BYTES, TOKENIZER_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.gemma3 import LM_HEAD
-from wicore_trt.model.spec import GLOBAL, Gemma3Spec
+from wicore_trt.model.spec import GLOBAL, LOCAL, Gemma3Spec
 from wicore_trt.model.vision import POSITIONS, VisionSpec, vision_tensors
 from wicore_trt.scratch import Product
 from wicore_trt.weight_format import FORMATS, LAYOUTS, PLAIN, VISION, WeightFormat, find_format
@@ -179,6 +179,7 @@ def vision_entries(vision: VisionSpec, dtype: str) -> list[TensorEntry]:
 
 def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightFormat, *, kv_fp8: bool) -> dict[str, Any]:
     """Make the fields of config.json that TensorRT-LLM reads."""
+    windows = {GLOBAL: spec.max_position_embeddings, LOCAL: spec.sliding_window}
     # Without the period of the windows, which its versions name differently.
     config: dict[str, Any] = {
         "architecture": "Gemma3ForCausalLM", "dtype": dtype, "logits_dtype": "float32",
@@ -194,17 +195,13 @@ def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightForm
         "use_parallel_embedding": tp_size > 1, "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {"quant_algo": weights.algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
-        "runtime_defaults": {
-            "max_attention_window": [
-                spec.max_position_embeddings if group == GLOBAL else spec.sliding_window for group in spec.layer_groups
-            ]
-        },
+        "runtime_defaults": {"max_attention_window": [windows[group] for group in spec.layer_groups]},
     }  # fmt: skip
     if weights.quantized:
         config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
     if weights.group:
-        named = {"group_size": weights.group, "head": weights.head, "minimums": list(weights.minimums)}
-        config["quantization"] |= named
+        form = {"group_size": weights.group, "head": weights.head, "minimums": list(weights.minimums)}
+        config["quantization"] |= form
     if spec.rope_scaling_factor != 1.0:  # of global layers only
         config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
     return config
@@ -291,11 +288,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         fix = "Convert the original model: wicore convert"
         raise CheckpointError(f"{path / CONFIG} was not written by wicore.", fix=fix)
     if block.get("format_version") not in (FORMAT_VERSION, BLOCKS_VERSION):
-        raise CheckpointError(
-            f"{path} has checkpoint format {shown(block.get('format_version'))}; this version reads {FORMAT_VERSION} "
-            f"and {BLOCKS_VERSION}.",
-            fix="Convert it again or update wicore-trt.",
-        )
+        reads = f"this version reads {FORMAT_VERSION} and {BLOCKS_VERSION}."
+        problem = f"{path} has checkpoint format {shown(block.get('format_version'))}; {reads}"
+        raise CheckpointError(problem, fix="Convert it again or update wicore-trt.")
     rebuild = _find_rebuild_command(path, config)
     broken = broken_seal(_check_seal(config), block.get(SEAL))
     if broken:
@@ -318,11 +313,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except (KeyError, TypeError):
         known = False
     if not known:
-        raise CheckpointError(
-            f"{path}: format {block['format_version']} with dtype {dtype!r}, quantization {quant_algo!r}, KV "
-            f"{kv_algo!r} is unknown.",
-            fix=rebuild,
-        )
+        form = f"dtype {dtype!r}, quantization {quant_algo!r}, KV {kv_algo!r}"
+        raise CheckpointError(f"{path}: format {block['format_version']} with {form} is unknown.", fix=rebuild)
     spec.shard(0, tp_size)
     for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
         if config.get(key) != value:

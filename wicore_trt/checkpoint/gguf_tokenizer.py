@@ -109,10 +109,7 @@ def read_vocabulary(metadata: Mapping[str, Any], size: int, place: str) -> GgufV
     if bos is not None and not _BOS.fullmatch(pieces[bos]):
         raise keys.make_value_error("bos_token_id", pieces[bos], "a word such as <bos>")
     eos, unk = keys.read_token_id("eos_token_id", size), keys.read_token_id("unknown_token_id", size)
-    ends = {
-        *(keys.read_token_id(f"{end}_token_id", size) for end in _ENDS),
-        *keys.read_ends(size),
-    }
+    ends = {*(keys.read_token_id(f"{end}_token_id", size) for end in _ENDS), *keys.read_ends(size)}
     if template is not None and _END_OF_TURN in pieces:
         ends.add(pieces.index(_END_OF_TURN))
     if unk is None and size <= _UNK:
@@ -188,9 +185,8 @@ class _TokenizerKeys(MetadataKeys):
             raise CheckpointError(problem)
         for index, piece in enumerate(pieces):
             if not 0 < len(piece) <= MAX_PIECE:
-                raise self.make_value_error(
-                    f"tokens[{index}]", piece, f"1 to {MAX_PIECE} characters long, not {len(piece)}"
-                )
+                wanted = f"1 to {MAX_PIECE} characters long, not {len(piece)}"
+                raise self.make_value_error(f"tokens[{index}]", piece, wanted)
         if sum(map(len, pieces)) > _MAX_CHARACTERS:
             raise CheckpointError(f"{self._place}: {_PREFIX}tokens has more than {_MAX_CHARACTERS} characters.")
         places: dict[str, int] = {}
@@ -224,22 +220,19 @@ class _TokenizerKeys(MetadataKeys):
         vocab = {piece: index for index, piece in enumerate(pieces)}
         order = [vocab.get("".join(pair), -1) for pair in pairs]
         if -1 in order or order != sorted(order):
-            raise self.make_value_error(
-                "merges", merges, "in the order of the pieces that they make, as SentencePiece's are"
-            )
+            wanted = "in the order of the pieces that they make, as SentencePiece's are"
+            raise self.make_value_error("merges", merges, wanted)
         return None
 
     def check_pieces(self, pieces: list[str], kinds: list[int]) -> None:
         """Check that exactly the pieces <0x00> to <0xFF> are bytes: text meets the spelling."""
         for index, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             if kind == _BYTE and not _BYTES.fullmatch(piece):
-                raise self.make_value_error(
-                    f"tokens[{index}]", piece, "spelt as <0x0A> is, because its type is a byte's"
-                )
+                wanted = "spelt as <0x0A> is, because its type is a byte's"
+                raise self.make_value_error(f"tokens[{index}]", piece, wanted)
             if kind not in (0, _BYTE) and _BYTES.fullmatch(piece):
-                raise self.make_value_error(
-                    f"token_type[{index}]", kind, f"{_BYTE}, a byte's, as the token {piece} is spelt"
-                )
+                wanted = f"{_BYTE}, a byte's, as the token {piece} is spelt"
+                raise self.make_value_error(f"token_type[{index}]", kind, wanted)
 
     def check_scores(self, pieces: list[str], kinds: list[int]) -> None:
         """Check that scores (SentencePiece merges the higher first) give the order of ids, by which text merges."""
@@ -251,14 +244,11 @@ class _TokenizerKeys(MetadataKeys):
         vocab = set(pieces)
         normal = [index for index, kind in enumerate(kinds) if kind == _NORMAL]
         if any(not scores[after] < scores[index] for index, after in pairwise(normal)):
-            made = (
-                index for index in normal if _is_made_of_two(pieces[index], vocab)
-            )  # the others' scores decide nothing
+            made = (i for i in normal if _is_made_of_two(pieces[i], vocab))  # the others' scores decide nothing
             for index, after in pairwise(made):
                 if not scores[after] < scores[index]:
-                    raise self.make_value_error(
-                        f"scores[{after}]", scores[after], f"below {scores[index]}, that of token {index}"
-                    )
+                    wanted = f"below {scores[index]}, that of token {index}"
+                    raise self.make_value_error(f"scores[{after}]", scores[after], wanted)
 
     def refuse_others(self) -> None:
         for name, value in self._metadata.items():

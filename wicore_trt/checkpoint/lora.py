@@ -97,11 +97,10 @@ class LoraSource(Source):
 
     def read_rows(self, name: str, start: int, stop: int) -> tuple[np.ndarray, str]:
         source, stored = self._find_origin(name)
-        block, tag = (
-            self._base.read_rows(stored, start, stop)
-            if source is None
-            else (source.read_rows(stored, start, stop), source.tensors[stored].dtype)
-        )
+        if source is None:
+            block, tag = self._base.read_rows(stored, start, stop)
+        else:
+            block, tag = source.read_rows(stored, start, stop), source.tensors[stored].dtype
         if name not in self._low:
             return block, tag
         if self._held[0] != name:
@@ -271,11 +270,8 @@ class LoraSource(Source):
         if strangers:
             problem = f"{self._file.path} holds {named(strangers[0])}, which target_modules of {ADAPTER} does not name."
             raise CheckpointError(problem)
-        inner = [
-            _name_module(parts).partition("layers.")[0]
-            for name, parts in low.items()
-            if ".layers." in name and name not in self._images
-        ]
+        inside = [parts for name, parts in low.items() if ".layers." in name and name not in self._images]
+        inner = [_name_module(parts).partition("layers.")[0] for parts in inside]
         lost = [
             name
             for name, info in self.tensors.items()
@@ -287,9 +283,8 @@ class LoraSource(Source):
         whole = hf_shapes(replace(self.spec, tie_word_embeddings=False))
         lost += [name for name in whole if f".{name}".endswith(saved) and name not in held]
         if lost:
-            raise CheckpointError(
-                f"{self._file.path} lacks {len(lost)} of the weights that {ADAPTER} names, such as {named(lost[0])}."
-            )
+            such = f"such as {named(lost[0])}"
+            raise CheckpointError(f"{self._file.path} lacks {len(lost)} of the weights that {ADAPTER} names, {such}.")
 
     def _is_targeted(self, module: str) -> bool:
         """Return True when peft's check_target_module_exists would match this module."""
@@ -329,9 +324,8 @@ class LoraSource(Source):
         many = f"{len(self._low)} weights" + (f", {len(self._full)} replaced" if self._full else "")
         notes = [f"merged {self._path}: rank {config.r}, alpha {config.lora_alpha:g}, {many}."]
         if trained and _plain_name(trained) != _plain_name(self._base.name):
-            notes.append(
-                f"the adapter says that it was trained on {named(trained)}; it is merged into {self._base.name}."
-            )
+            merged = f"it is merged into {self._base.name}."
+            notes.append(f"the adapter says that it was trained on {named(trained)}; {merged}")
         if self.spec.tie_word_embeddings != self._base.spec.tie_word_embeddings:
             notes.append("the adapter changes embedding and head apart: the engine holds both.")
         if aside:

@@ -193,15 +193,11 @@ def check_tensors(spec: Gemma3Spec, present: Mapping[str, tuple[int, ...]], plac
         fix = "Set tie_word_embeddings to true if the model has no head of its own; else add the file that holds it."
         raise CheckpointError(problem, fix=fix)
     if missing:
-        others = (
-            f", and holds {len(unknown)} that it does not have: {list_some(unknown, _MAX_LISTED)}" if unknown else ""
-        )
-        raise CheckpointError(
-            f"{place} lacks {len(missing)} tensors of Gemma 3: {list_some(missing, _MAX_LISTED)}{others}.",
-            fix="Its names must be those that transformers saves."
-            if unknown
-            else "Download it again, all files of it.",
-        )
+        problem, fix = list_some(missing, _MAX_LISTED), "Download it again, all files of it."
+        if unknown:
+            problem += f", and holds {len(unknown)} that it does not have: {list_some(unknown, _MAX_LISTED)}"
+            fix = "Its names must be those that transformers saves."
+        raise CheckpointError(f"{place} lacks {len(missing)} tensors of Gemma 3: {problem}.", fix=fix)
     if unknown:
         problem = f"{place} holds {len(unknown)} tensors that Gemma 3 does not have: {list_some(unknown, _MAX_LISTED)}."
         raise CheckpointError(problem)

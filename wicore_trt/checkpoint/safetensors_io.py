@@ -142,12 +142,9 @@ def _read_header(path: Path, door: UntrustedFiles) -> tuple[dict[str, TensorInfo
         if item.dtype not in TAG_BYTES:
             raise door.make_error(path, f"stores {named(name)} as {shown(item.dtype)}, which is unknown")
         info = TensorInfo(tuple(item.shape), item.dtype)
-        expected = info.bytes
-        if last - first_byte != expected:
-            raise door.make_error(
-                path,
-                f"gives {named(name)} the bytes {item.data_offsets}, but {info.dtype} {item.shape} needs {expected}",
-            )
+        if last - first_byte != info.bytes:
+            needs = f"{info.dtype} {item.shape} needs {info.bytes}"
+            raise door.make_error(path, f"gives {named(name)} the bytes {item.data_offsets}, but {needs}")
         if first_byte != end:
             before = named(next(reversed(tensors))) if tensors else "the start"
             kind = f"overlaps {before}" if first_byte < end else f"leaves a gap behind {before}"
@@ -189,9 +186,8 @@ class SafetensorsWriter:
             self._current, self._left = self._pending.pop()
             self._hash = Digest()
         assert name == self._current, f"{name} written where {self._current} is due"
-        data = memoryview(
-            np.ascontiguousarray(block).view(np.uint8).data if isinstance(block, np.ndarray) else block
-        ).cast("B")
+        raw = np.ascontiguousarray(block).view(np.uint8).data if isinstance(block, np.ndarray) else block
+        data = memoryview(raw).cast("B")
         assert data.nbytes <= self._left, f"{name}: too many bytes"
         self._hash.update(data)
         write_all(self._file, data)

@@ -134,13 +134,7 @@ class HfSource(Source):
     notes: list[str]
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        name: str,
-        revision: str | None = None,
-        lora: Path | None = None,
-        text_only: bool = False,
+        self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None, text_only: bool = False
     ) -> None:
         self.path, self.name, self.revision = path, name, revision
         self.door = UntrustedFiles(path, fix=_AGAIN, seen={})
@@ -157,9 +151,8 @@ class HfSource(Source):
             value, limit = self.generation_config.get(key), self.spec.vocab_size
             for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
                 if token is not None and not (type(token) is int and 0 <= token < limit):
-                    raise CheckpointError(
-                        f"{generation}: {key} is {shown(value)}; it must be an id below {limit}, the vocabulary's size."
-                    )
+                    wanted = f"it must be an id below {limit}, the vocabulary's size."
+                    raise CheckpointError(f"{generation}: {key} is {shown(value)}; {wanted}")
         files, self.notes = _weight_files(path, self.door)
         asked = self.generation_config or self.config
         shaping = [f"{key} {shown(asked[key])}" for key in _SHAPING if asked.get(key) not in _SHAPES_NOTHING]
@@ -201,11 +194,9 @@ class HfSource(Source):
         for key in (name for name in names if name not in self._packed):
             file, raw = self._files[key]
             if (tag := file.tensors[raw].dtype) not in FLOATS:
-                raise CheckpointError(
-                    f"{self.place_of(key)}: {key} is stored as {tag}, "
-                    + ("which WiCore does not read." if tag == "F64" else "quantized."),
-                    fix="Use a BF16, F16 or F32 source, or a GGUF file.",
-                )
+                why = "which WiCore does not read" if tag == "F64" else "quantized"
+                fix = "Use a BF16, F16 or F32 source, or a GGUF file."
+                raise CheckpointError(f"{self.place_of(key)}: {key} is stored as {tag}, {why}.", fix=fix)
 
     def _settle_vision(self, images: Mapping[str, TensorInfo]) -> VisionSpec | None:
         """Read and check the image encoder, whose tensors are `images`; None where files or configuration have none."""
@@ -262,11 +253,9 @@ class HfSource(Source):
             holder[HF_EMBEDDING] = holder.pop(HF_LM_HEAD)
             self.notes.append(f"{HF_LM_HEAD} is the embedding too: the files hold no {HF_EMBEDDING}.")
         elif head.shape != embedding.shape:
-            raise CheckpointError(
-                f"{self.path}: {HF_LM_HEAD} is {list(head.shape)} and {HF_EMBEDDING} {list(embedding.shape)}, "
-                "and its configuration ties them.",
-                fix="Set tie_word_embeddings to false if both are meant.",
-            )
+            shapes = f"{HF_LM_HEAD} is {list(head.shape)} and {HF_EMBEDDING} {list(embedding.shape)}"
+            fix = "Set tie_word_embeddings to false if both are meant."
+            raise CheckpointError(f"{self.path}: {shapes}, and its configuration ties them.", fix=fix)
         elif self._have_equal_values(HF_LM_HEAD, HF_EMBEDDING):
             del self.tensors[HF_LM_HEAD]
         else:
@@ -299,9 +288,8 @@ class HfSource(Source):
         ends = [i for i in dict.fromkeys(ids) if type(i) is int and 0 <= i < self.spec.vocab_size]
         if ends:
             path = directory / GENERATION
-            path.write_text(
-                json.dumps({**self.generation_config, CONFIG_ENDS: ends}, indent=2) + "\n", encoding="utf-8"
-            )
+            text = json.dumps({**self.generation_config, CONFIG_ENDS: ends}, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")
             paths = [*(p for p in paths if p != path), path]
         return paths
 
@@ -356,15 +344,12 @@ def _weight_files(path: Path, door: UntrustedFiles) -> tuple[list[SafetensorsFil
             note = f"{INDEX} is missing: all {len(shards)} shards are read."
             return [SafetensorsFile(path / name, door) for name in shards], [note]
         pickled = [name for name in list_entries(path) if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
+        problem = f"{path} holds neither {SINGLE} nor {INDEX}."
+        fix = "Download all files of it." if shards else "WiCore reads safetensors and GGUF."
         if pickled and not shards:
-            raise name_kind(path) or CheckpointError(
-                f"{path} holds its weights as {named(pickled[0])}, which can run code when it is read.",
-                fix="Load it with transformers and save_pretrained it to a new directory: that writes safetensors.",
-            )
-        raise name_kind(path) or CheckpointError(
-            f"{path} holds neither {SINGLE} nor {INDEX}.",
-            fix="Download all files of it." if shards else "WiCore reads safetensors and GGUF.",
-        )
+            problem = f"{path} holds its weights as {named(pickled[0])}, which can run code when it is read."
+            fix = "Load it with transformers and save_pretrained it to a new directory: that writes safetensors."
+        raise name_kind(path) or CheckpointError(problem, fix=fix)
     try:
         listed = _Index.model_validate(door.read_json(index))
     except ValidationError as error:
