@@ -98,14 +98,11 @@ def _measure_scales(
     if wrong:
         fix = "Check the model's weights."
         raise CheckpointError(f"On the calibration text the model computes no finite numbers: {wrong[0]}.", fix=fix)
-    scales = {}
-    for name, value in amax.items():
-        scale = np.float32(value) / np.float32(E4M3_MAX)
-        scales[name] = np.array([scale or 1.0], np.float32)
+    found = {name: np.float32(value) / np.float32(E4M3_MAX) for name, value in amax.items()}
+    scales = {name: np.array([scale or 1.0], np.float32) for name, scale in found.items()}
     digest = hashlib.blake2b(np.array(token_ids, "<i8").tobytes(), digest_size=16).hexdigest()
-    return StaticScales(
-        scales, {"text": str(calibration.text), "tokens": calibration.tokens, "token_ids_blake2b": digest}
-    )
+    origin = {"text": str(calibration.text), "tokens": calibration.tokens, "token_ids_blake2b": digest}
+    return StaticScales(scales, origin)
 
 
 def _token_ids(calibration: TextCalibration, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

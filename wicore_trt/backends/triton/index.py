@@ -58,11 +58,8 @@ def read_table(read: Callable[[str], bytes], directory: Path, target: str) -> Ke
             return None
         folder = f"{KERNELS}/{target}"
         kernels = {name: load_kernel(read, f"{folder}/{name}") for name in {str(row["kernel"]) for row in rows}}
-        entries = []
-        for row in rows:
-            role = parse_role(row["role"])
-            entry = KernelEntry(role, row["bucket"], kernels[row["kernel"]], parse_config(role, row["config"]))
-            entries.append(entry)
+        found = [(parse_role(row["role"]), row) for row in rows]
+        entries = [KernelEntry(r, w["bucket"], kernels[w["kernel"]], parse_config(r, w["config"])) for r, w in found]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fix = "Build the engine again."
         raise EngineFormatError(f"{directory / INDEX} cannot be read: {error!r}.", fix=fix) from error
@@ -83,10 +80,8 @@ def load_table(engine: EngineDir, shape: EngineShape, target: str) -> KernelTabl
         if table is not None:
             return table
     rebuild = rebuild_engine(engine.path, manifest, [target], shape.page_tokens)
-    reason = (
-        f"engine {engine.path} has kernels for {', '.join(manifest.targets)} with pages of {manifest.page_tokens} "
-        f"tokens, and {target} with pages of {shape.page_tokens} is needed"
-    )
+    held = f"kernels for {', '.join(manifest.targets)} with pages of {manifest.page_tokens} tokens"
+    reason = f"engine {engine.path} has {held}, and {target} with pages of {shape.page_tokens} is needed"
     try:
         import triton  # noqa: F401 -- imported to see that it is here
     except ImportError:

@@ -196,10 +196,8 @@ class TritonOps:
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
-        large = model.segments is not None and self._n > model.memory.queries.shape[1] and not step.plan.images
-        self._segments = (
-            model.segments if large and model.segments and model.segments.find_long_slices(step.slices) else None
-        )
+        large, segments = self._n > model.memory.queries.shape[1] and not step.plan.images, model.segments
+        self._segments = segments if large and segments and segments.find_long_slices(step.slices) else None
 
     def embed(self) -> Value:
         """Return the residual unwritten: the kernel of the norm that follows writes it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from operator import le
 from typing import NamedTuple
 
 from wicore_trt.backends.triton.table import KEPT_TOKENS, SPLIT_TOKENS
@@ -59,12 +60,8 @@ class RowPlan(NamedTuple):
 
     def holds(self, step: RowPlan) -> bool:
         """Tell whether a step can be padded to this plan."""
-        return (
-            step.images == self.images
-            and step.prefill.rows <= self.prefill.rows
-            and step.prefill.sequences <= self.prefill.sequences
-            and step.decode.sequences <= self.decode.sequences
-        )
+        mine, others = ((p.prefill.rows, p.prefill.sequences, p.decode.sequences) for p in (self, step))
+        return step.images == self.images and all(map(le, others, mine))
 
 
 def make_plan(tokens: int, decoding: int, prefilling: int, sampled: int) -> RowPlan:
@@ -88,19 +85,14 @@ def prompt_plans(tokens: int, sequences: int, image: int = 0, *, scaled: bool = 
     """Plan padded steps with prompts, fewest tokens first: at most `tokens`, of which at most `sequences` sequences
     decode. Also those with images of `image` tokens, if any, for products that are `scaled` or not."""
     buckets = {min(decoding, sequences): counts for decoding, counts in reversed(PROMPT_BUCKETS.items())}
-    found = [
-        make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)
-        for decoding, counts in buckets.items()
-        for count in counts
+    sizes = [(count, decoding, False) for decoding, counts in buckets.items() for count in counts]
+    for decoding in buckets if image else ():
+        sizes += [(count, decoding, True) for count in IMAGE_BUCKETS[scaled] if image + decoding <= count]
+    return [
+        make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)._replace(images=images)
+        for count, decoding, images in sorted(sizes, key=lambda size: size[:2])
         if count <= tokens
     ]
-    found += [
-        make_plan(count, decoding, PROMPT_CHUNKS, decoding + PROMPT_CHUNKS)._replace(images=True)
-        for decoding in buckets
-        for count in IMAGE_BUCKETS[scaled]
-        if image and image + decoding <= count <= tokens
-    ]
-    return sorted(found, key=lambda plan: (plan.tokens, plan.decode.sequences))
 
 
 def prompt_room(plans: Sequence[RowPlan]) -> dict[int, tuple[int, ...]]:

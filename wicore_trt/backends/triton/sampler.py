@@ -73,34 +73,27 @@ class DeviceSampler:
         self._fill_parameters(rows, drawn)
         self._block.copy_(self._staging[0], non_blocking=True)
         memory, model = self._model.memory, self._model
-        arrays = SampleArrays(
-            memory.results[0].data_ptr(),
-            memory.results[1].data_ptr(),
-            **{name: self._block.data_ptr() + 4 * at for name, at in self._offsets.items()},
-            **{name: tensor.data_ptr() for name, tensor in self._scratch.items()},
-        )
+        places = {name: self._block.data_ptr() + 4 * at for name, at in self._offsets.items()}
+        places |= {name: tensor.data_ptr() for name, tensor in self._scratch.items()}
+        arrays = SampleArrays(memory.results[0].data_ptr(), memory.results[1].data_ptr(), **places)
         entries = {name: model.find_kernel(role, rows) for name, role in DRAWING.items()}
         logits = Logits(memory.logits.data_ptr(), rows, self._vocab)
         for name, call in sample_launches(entries["choose"].kernel.constants, logits, arrays).items():
             model.launch_kernel(entries[name], call)
         params = [piece.params for piece in drawn.values() if piece.params is not None]
         if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
-            programs = len(self._weights) // self._vocab
-            model.launch_kernel(
-                model.find_kernel(DRAW_WIDE, rows), wide_launch(logits, arrays, self._weights.data_ptr(), programs)
-            )
+            call = wide_launch(logits, arrays, self._weights.data_ptr(), len(self._weights) // self._vocab)
+            model.launch_kernel(model.find_kernel(DRAW_WIDE, rows), call)
 
     def _fill_parameters(self, rows: int, drawn: Mapping[int, SequenceSlice]) -> None:
         pieces = drawn.values()
         params = [piece.params for piece in pieces if piece.params is not None]
         values: dict[str, list[float]] = {
-            "temperatures": [p.temperature for p in params],
-            "top_p": [p.top_p for p in params],
-            "min_p": [p.min_p for p in params],
+            "temperatures": [p.temperature for p in params], "top_p": [p.top_p for p in params],
+            "min_p": [p.min_p for p in params], "top_k": [min(p.top_k, self._vocab) for p in params],
             "seeds": [(s.seed + (1 << 63)) % (1 << 64) - (1 << 63) for s in pieces],
-            "top_k": [min(p.top_k, self._vocab) for p in params],
             "indices": [s.start + len(s.token_ids) - s.prompt_len for s in pieces],
-        }
+        }  # fmt: skip
         block, where = self._staging[0].numpy(), [*drawn]
         for name, at in self._offsets.items():
             view = block[at : at + WORDS[name] * self._rows].view(TYPES.get(name, np.float64))
