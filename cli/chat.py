@@ -55,7 +55,7 @@ def command(
     Each line is a turn. Ctrl-C stops an answer, Ctrl-D ends. /help lists commands.
     """
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    partner = partner_of(where, api_key=api_key, ca=ca, threads=threads)
+    partner = open_partner(where, api_key=api_key, ca=ca, threads=threads)
     talk = ChatSession(partner, sampling, system, tty=sys.stdin.isatty() and sys.stdout.isatty())
     try:
         if not partner.chats:
@@ -269,7 +269,7 @@ class Partner:
     steps_here: bool = False
 
 
-def partner_of(where: str, *, api_key: str | None, ca: Path | None, threads: int) -> Partner:
+def open_partner(where: str, *, api_key: str | None, ca: Path | None, threads: int) -> Partner:
     """Choose the partner by `where`: a URL, an engine's directory, else HOST:PORT of gRPC."""
     if where.startswith(("http://", "https://")):
         return _open_http(where.rstrip("/"), api_key, ca)

@@ -17,7 +17,7 @@ from web import make_engine, serving
 from wicore_trt.bench.http import ANY_CONTEXT, ANY_VOCABULARY, HttpTarget, Stream
 from wicore_trt.bench.load import LoadOptions, run_load
 from wicore_trt.bench.measure import Slo
-from wicore_trt.bench.workload import BenchRequest, LoadShape, WordList, sessions_of
+from wicore_trt.bench.workload import BenchRequest, LoadShape, WordList, make_sessions
 from wicore_trt.errors import ConfigError, UnavailableError, WicoreError
 
 ASKED = BenchRequest((5, 6, 7), 6)
@@ -261,7 +261,7 @@ async def test_refusals_are_counted_apart_and_are_not_good():
 
     async with scripted(script) as url:
         target = await HttpTarget.connect(url)
-        sessions = sessions_of(LoadShape((8,), (4,), turns=2), [0.0] * 9, seed=0, run="a")
+        sessions = make_sessions(LoadShape((8,), (4,), turns=2), [0.0] * 9, seed=0, run="a")
         load = await run_load(target, sessions, WordList(1000, seed=0), LoadOptions(1), slo=Slo(ttft_s=60))
         await target.close()
     assert load.planned == 18 and load.unsent + sum(load.statuses.values()) == 18

@@ -23,10 +23,10 @@ from wicore_trt.bench.workload import (
     Session,
     WordList,
     draw_arrivals,
-    made_up,
+    make_sessions,
     parse_lengths,
+    plan_sessions,
     replay_trace,
-    sessions_of,
 )
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest, generate_trace, load_trace
@@ -97,8 +97,8 @@ def prompts(session: Session, vocabulary: WordList, *, chat: bool = False) -> li
 @settings(deadline=None)
 @given(SHAPES, SEEDS)
 def test_made_up_sessions_have_their_shape(shape, seed):
-    sessions = sessions_of(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
-    assert sessions == sessions_of(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
+    sessions = make_sessions(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
+    assert sessions == make_sessions(shape, [0.5 * i for i in range(12)], seed=seed, run="a")
     vocabulary = WordList(32_000, seed=seed)
     starts = set()
     for session in sessions:
@@ -116,7 +116,7 @@ def test_made_up_sessions_have_their_shape(shape, seed):
         assert own not in starts
         starts.add(own)
     assert len({s for s in starts if len(s) == 40}) <= shape.prefixes
-    other = sessions_of(shape, [0.0] * 12, seed=seed, run="b")
+    other = make_sessions(shape, [0.0] * 12, seed=seed, run="b")
     assert [s.turns[0].tokens for s in other] == [s.turns[0].tokens for s in sessions]  # lengths are those of the seed
     names = {p.name for s in sessions for t in s.turns for p in t.pieces}
     assert not names & {p.name for s in other for t in s.turns for p in t.pieces}  # and no token is
@@ -124,7 +124,7 @@ def test_made_up_sessions_have_their_shape(shape, seed):
 
 def test_all_prefixes_are_used_and_must_be_shorter_than_prompts():
     shape = LoadShape((30,), (1,), shared_prefix=20, prefixes=3)
-    names = {s.turns[0].pieces[0].name for s in sessions_of(shape, [0.0] * 60, seed=0, run="a")}
+    names = {s.turns[0].pieces[0].name for s in make_sessions(shape, [0.0] * 60, seed=0, run="a")}
     assert len(names) == 3
     with pytest.raises(ConfigError, match="longer than the prefix"):
         LoadShape(range(20, 50), (1,), shared_prefix=20)
@@ -134,22 +134,24 @@ def test_all_prefixes_are_used_and_must_be_shorter_than_prompts():
 @given(st.integers(1, 3), st.integers(1, 40), SEEDS)
 def test_numbers_and_durations_of_runs(turns, requests, seed):
     shape = LoadShape((8,), (2,), turns=turns)
-    made = made_up(shape, 6.0, burstiness=1.0, requests=requests, duration_s=None, seed=seed, run="a")
+    made = plan_sessions(shape, 6.0, burstiness=1.0, requests=requests, duration_s=None, seed=seed, run="a")
     assert requests <= sum(len(s.turns) for s in made) < requests + turns
-    timed = made_up(shape, 6.0, burstiness=1.0, requests=1, duration_s=25.0, seed=seed, run="a")
+    timed = plan_sessions(shape, 6.0, burstiness=1.0, requests=1, duration_s=25.0, seed=seed, run="a")
     assert all(s.at_s < 25.0 for s in timed)
-    more = made_up(shape, 6.0, burstiness=1.0, requests=turns * (len(timed) + 1), duration_s=None, seed=seed, run="a")
+    more = plan_sessions(
+        shape, 6.0, burstiness=1.0, requests=turns * (len(timed) + 1), duration_s=None, seed=seed, run="a"
+    )
     assert more[:-1] == timed and more[-1].at_s >= 25.0
 
 
 def test_a_run_without_requests_is_refused():
     with pytest.raises(ConfigError, match="within 0.001 s"):
-        made_up(LoadShape((8,), (2,)), 0.1, burstiness=1.0, requests=9, duration_s=0.001, seed=0, run="a")
+        plan_sessions(LoadShape((8,), (2,)), 0.1, burstiness=1.0, requests=9, duration_s=0.001, seed=0, run="a")
 
 
 def test_a_rate_is_of_requests_also_with_turns():
     shape = LoadShape((8,), (2,), turns=4)
-    made = made_up(shape, 8.0, burstiness=1.0, requests=1, duration_s=500.0, seed=1, run="a")
+    made = plan_sessions(shape, 8.0, burstiness=1.0, requests=1, duration_s=500.0, seed=1, run="a")
     assert sum(len(s.turns) for s in made) / 500 == pytest.approx(8.0, rel=0.1)
 
 

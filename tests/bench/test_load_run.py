@@ -18,7 +18,7 @@ from web import executor_of, make_engine, serving, until
 from wicore_trt.bench.client import GrpcTarget, LocalTarget, run_quickly
 from wicore_trt.bench.load import LoadOptions, Offer, run_load, run_sweep
 from wicore_trt.bench.measure import RequestRecord
-from wicore_trt.bench.workload import BenchRequest, LoadShape, PlannedTurn, PromptPart, Session, WordList, sessions_of
+from wicore_trt.bench.workload import BenchRequest, LoadShape, PlannedTurn, PromptPart, Session, WordList, make_sessions
 from wicore_trt.cli.main import run_command
 from wicore_trt.errors import ConfigError
 
@@ -72,7 +72,7 @@ class Remembering:
 
 
 def plan(*moments: float, turns: int = 1) -> list[Session]:
-    return sessions_of(LoadShape((10,), (3,), turns=turns, turn_tokens=(4,)), moments, seed=0, run="a")
+    return make_sessions(LoadShape((10,), (3,), turns=turns, turn_tokens=(4,)), moments, seed=0, run="a")
 
 
 async def test_requests_go_out_when_they_are_due_and_wait_for_nobody():

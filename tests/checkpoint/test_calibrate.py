@@ -26,7 +26,7 @@ from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import open_checkpoint, write_config
 from wicore_trt.checkpoint.names import unified_tensors
 from wicore_trt.checkpoint.open_source import open_source
-from wicore_trt.checkpoint.records import file_entries, record_of
+from wicore_trt.checkpoint.records import file_entries, record_file
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.whole import CheckpointTensors, SourceTensors
 from wicore_trt.cli.main import run_command
@@ -233,7 +233,7 @@ def test_a_static_scale_that_is_wrong_shows(source: Path, text: Path, tmp_path: 
     executor = load_scorer(build_engine(checkpoint.path, tmp_path / "good"), context=101, device="cpu")
     good = np.array(score_tokens(executor, token_ids, 1))
     save_file(spoiled, checkpoint.rank_files[0])
-    checkpoint.config["wicore"]["files"] |= file_entries({"rank0.safetensors": record_of(checkpoint.rank_files[0])})
+    checkpoint.config["wicore"]["files"] |= file_entries({"rank0.safetensors": record_file(checkpoint.rank_files[0])})
     write_config(checkpoint.path, checkpoint.config)
     executor = load_scorer(build_engine(checkpoint.path, tmp_path / "bad"), context=101, device="cpu")
     assert np.abs(np.array(score_tokens(executor, token_ids, 1)) - good).max() > 0.5

@@ -8,9 +8,9 @@ import torch
 
 from wicore_trt.checkpoint.quantize import (
     E4M3_MAX,
-    bad_row,
     e4m3_bits,
     e4m3_values,
+    find_bad_row,
     from_float32,
     quantize_e4m3_per_channel,
     to_float32,
@@ -145,7 +145,7 @@ def test_the_largest_rows_come_back_finite() -> None:
 def test_rows_that_are_not_finite_are_found(tag: str) -> None:
     rng = np.random.default_rng(1)
     good = from_float32(rng.standard_normal((9, 5)).astype(np.float32), tag)
-    assert bad_row(good, tag) is None and bad_row(good[:0], tag) is None
+    assert find_bad_row(good, tag) is None and find_bad_row(good[:0], tag) is None
     dtype = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}[tag]
     top = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[tag]
     sign = 1 << (8 * good.itemsize - 1)
@@ -153,4 +153,4 @@ def test_rows_that_are_not_finite_are_found(tag: str) -> None:
                         (top - 1, False), ((sign | top) - 1, False), (sign, False), (1, False)):  # fmt: skip
         block = good.copy()
         block.view(dtype)[4, 3] = bits
-        assert bad_row(block, tag) == (4 if wrong else None), hex(bits)
+        assert find_bad_row(block, tag) == (4 if wrong else None), hex(bits)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from wicore_trt.checkpoint.gguf import TYPES, gguf_spec
+from wicore_trt.checkpoint.gguf import TYPES, read_gguf_spec
 from wicore_trt.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.errors import CheckpointError, EnvironmentUnfitError
@@ -275,7 +275,7 @@ def _file(**metadata: Any) -> GgufFile:
 
 
 def test_spec_of_27b() -> None:
-    spec = gguf_spec(_file())
+    spec = read_gguf_spec(_file())
     assert spec.query_pre_attn_scalar == 168  # hidden / heads: the 27B alone
     assert (spec.rope_theta, spec.rope_local_theta, spec.rope_scaling_factor) == (1e6, 1e4, 8.0)
     assert spec.layers_of(GLOBAL) == tuple(range(5, 62, 6))
@@ -284,13 +284,13 @@ def test_spec_of_27b() -> None:
 
 
 def test_spec_of_other_sizes_and_spellings() -> None:
-    spec = gguf_spec(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": "none"}))
+    spec = read_gguf_spec(_file(block_count=48, **{"attention.key_length": 256, "rope.scaling.type": "none"}))
     assert spec.query_pre_attn_scalar == 256 and spec.rope_scaling_factor == 1.0
     flags = {"block_count": 3, "attention.sliding_window_pattern": [True, False, True]}
-    assert gguf_spec(_file(**flags)).layer_groups == (LOCAL, GLOBAL, LOCAL)
+    assert read_gguf_spec(_file(**flags)).layer_groups == (LOCAL, GLOBAL, LOCAL)
     flags["attention.sliding_window_pattern"] = 2
-    assert gguf_spec(_file(**flags, **{"rope.freq_base_swa": 5e3})).layer_groups == (LOCAL, GLOBAL, LOCAL)
-    assert gguf_spec(_file(**{"rope.freq_base_swa": 5e3})).rope_local_theta == 5e3
+    assert read_gguf_spec(_file(**flags, **{"rope.freq_base_swa": 5e3})).layer_groups == (LOCAL, GLOBAL, LOCAL)
+    assert read_gguf_spec(_file(**{"rope.freq_base_swa": 5e3})).rope_local_theta == 5e3
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_spec_of_other_sizes_and_spellings() -> None:
 )
 def test_metadata_that_does_not_do(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        gguf_spec(_file(**change))
+        read_gguf_spec(_file(**change))
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:
@@ -378,15 +378,15 @@ def test_other_kinds_of_files_are_called_by_name(change: dict[str, Any], words: 
     file = _file()
     file.metadata.update(change)
     with pytest.raises(CheckpointError, match=words):
-        gguf_spec(file)
+        read_gguf_spec(file)
 
 
 def test_keys_that_say_again_what_others_say() -> None:
     same = {"attention.key_length_swa": 128, "rope.dimension_count_swa": 128, "attention.scale": 168**-0.5}
-    assert gguf_spec(_file(final_logit_softcapping=0.0, **same)) == gguf_spec(_file())
+    assert read_gguf_spec(_file(final_logit_softcapping=0.0, **same)) == read_gguf_spec(_file())
     for key, value in (("attention.value_length_swa", 64), ("attention.scale", 0.125), ("attention.scale", 0.0)):
         with pytest.raises(CheckpointError, match=key):
-            gguf_spec(_file(**{key: value}))
+            read_gguf_spec(_file(**{key: value}))
 
 
 def test_files_of_ollamas_converter() -> None:
@@ -396,12 +396,12 @@ def test_files_of_ollamas_converter() -> None:
     bases = {"rope.global.freq_base": 1e6, "rope.local.freq_base": 1e4}
     said: list[str] = []
     for keys in (bases, {"attention.layer_norm_rms_epsilon": None, "vision.block_count": 27}):
-        assert gguf_spec(_file(**bare, **keys), said.append) == gguf_spec(_file())
+        assert read_gguf_spec(_file(**bare, **keys), said.append) == read_gguf_spec(_file())
     assert said == ["rope's linear factor 8 of Gemma 3 with 62 layers is taken, which the file leaves out."] * 2
-    small = gguf_spec(_file(block_count=26, final_logit_softcapping=30.0, **bare, **bases), said.append)
+    small = read_gguf_spec(_file(block_count=26, final_logit_softcapping=30.0, **bare, **bases), said.append)
     assert (small.final_logit_softcapping, small.rope_scaling_factor) == (None, 1.0) and "30" in said[-1]
-    assert gguf_spec(_file(block_count=26, final_logit_softcapping=30.0)).final_logit_softcapping == 30.0
+    assert read_gguf_spec(_file(block_count=26, final_logit_softcapping=30.0)).final_logit_softcapping == 30.0
     with pytest.raises(CheckpointError, match=r"rope\.global\.freq_base is 500000"):
-        gguf_spec(_file(**{"rope.global.freq_base": 5e5}))
+        read_gguf_spec(_file(**{"rope.global.freq_base": 5e5}))
     with pytest.raises(CheckpointError, match="lacks the key gemma3.attention.layer_norm_rms_epsilon"):
-        gguf_spec(_file(**{"attention.layer_norm_rms_epsilon": None}))
+        read_gguf_spec(_file(**{"attention.layer_norm_rms_epsilon": None}))

@@ -17,7 +17,7 @@ from tiny_source import open_intact
 from wicore_trt.checkpoint.convert import convert
 from wicore_trt.checkpoint.format import write_config
 from wicore_trt.checkpoint.open_source import open_source
-from wicore_trt.checkpoint.records import record_of
+from wicore_trt.checkpoint.records import record_file
 from wicore_trt.engine.build import build_engine
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.vision import PROJECTION, SOFT_NORM, vision_layer
@@ -164,7 +164,7 @@ def test_the_encoder_of_an_older_checkpoint_is_left_aside(tmp_path: Path) -> Non
     assert checkpoint.vision_file
     save_file({"model.vision_tower.x": torch.ones(3, dtype=torch.int64)}, checkpoint.vision_file)
     block = checkpoint.config["wicore"]
-    block["files"]["vision.safetensors"] = record_of(checkpoint.vision_file).to_dict()
+    block["files"]["vision.safetensors"] = record_file(checkpoint.vision_file).to_dict()
     write_config(checkpoint.path, {**checkpoint.config, "wicore": {**block, "vision": {"vision_config": VISION}}})
     old = open_intact(checkpoint.path)
     assert old.vision is None and old.vision_file is not None

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.records import record_of
+from wicore_trt.checkpoint.records import record_file
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter
 from wicore_trt.engine.build import build_engine, model_id
 from wicore_trt.engine.directory import EngineDir, open_engine
@@ -105,17 +105,17 @@ def test_weights_hash_ignores_order_and_metadata(make_source: MakeSource, tmp_pa
 
     again = write(tmp_path / "again.safetensors")
     assert [*SafetensorsFile(again).tensors] != [*SafetensorsFile(file).tensors]
-    whole = record_of(file)
-    assert hash_weights([whole]) == hash_weights([record_of(again)])
+    whole = record_file(file)
+    assert hash_weights([whole]) == hash_weights([record_file(again)])
     assert hash_weights([whole]) != hash_weights([whole, whole])
     name = sorted(tensors)[0]
     tensors[name].flat[-1] += 1
-    assert hash_weights([whole]) != hash_weights([record_of(write(tmp_path / "changed.safetensors"))])
+    assert hash_weights([whole]) != hash_weights([record_file(write(tmp_path / "changed.safetensors"))])
 
 
 def test_weights_are_linked_or_copied(make_source: MakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make_source() / "model.safetensors"
-    record = record_of(file)
+    record = record_file(file)
 
     def place(target: Path) -> None:
         assert place_weights(file, target, record, damaged=CheckpointError).parts == record.parts

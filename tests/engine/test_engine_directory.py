@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import wicore_trt.checkpoint.digest as digest
-from wicore_trt.checkpoint.digest import SEAL, hash_file, seal_of
+from wicore_trt.checkpoint.digest import SEAL, hash_file, make_seal
 from wicore_trt.engine.directory import EngineDir, open_engine, read_intact
 from wicore_trt.engine.manifest import compute_fingerprint, read_manifest
 from wicore_trt.errors import EngineFormatError
@@ -23,7 +23,7 @@ def edit(engine: EngineDir, **changes: Any) -> None:
     path = engine.path / "engine.json"
     data = json.loads(path.read_text()) | changes
     data = {k: v for k, v in data.items() if v is not ... and k != SEAL}
-    path.write_text(json.dumps(data | {SEAL: seal_of(data)}))
+    path.write_text(json.dumps(data | {SEAL: make_seal(data)}))
 
 
 def refusal(engine: EngineDir, **options: bool) -> str:

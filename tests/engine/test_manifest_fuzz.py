@@ -19,7 +19,7 @@ from tiny_source import write_tiny_source
 from wicore_trt.backends.triton.index import INDEX, read_table, write_kernels
 from wicore_trt.backends.triton.roles import KernelRole
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.digest import SEAL, seal_of
+from wicore_trt.checkpoint.digest import SEAL, make_seal
 from wicore_trt.checkpoint.format import CONFIG, open_checkpoint, write_config
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
@@ -116,7 +116,7 @@ def fuzz_engine(engine: EngineDir, count: int) -> None:
         assert found is None or found.manifest == engine.manifest, f"seed {seed}: accepted and different"
         if structured:
             body = {key: value for key, value in data.items() if key != SEAL}
-            path.write_bytes(json.dumps({**body, SEAL: seal_of(body)}).encode())
+            path.write_bytes(json.dumps({**body, SEAL: make_seal(body)}).encode())
             found = attempt(lambda: open_engine(engine.path, verify=False), EngineFormatError, f"sealed, seed {seed}")
             if found is not None:
                 manifest = found.manifest

@@ -16,7 +16,7 @@ import pytest
 
 import wicore_trt.engine.build as build_module
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.digest import SEAL, broken_seal, seal_of
+from wicore_trt.checkpoint.digest import SEAL, describe_broken_seal, make_seal
 from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 from wicore_trt.engine.directory import EngineDir, open_engine
@@ -57,7 +57,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 def write(path: Path, data: dict[str, Any], *, sealed: bool = False) -> None:
     if sealed:
         data = {k: v for k, v in data.items() if k != SEAL}
-        data[SEAL] = seal_of(data)
+        data[SEAL] = make_seal(data)
     (path / MANIFEST_NAME).write_text(json.dumps(data))
 
 
@@ -82,8 +82,8 @@ def test_order_and_white_space_of_the_manifest_do_not_count(engine: EngineDir) -
 
 def test_keys_inside_are_named_and_the_seal_guards_itself() -> None:
     data = {"a": 1, "b": {"c": [1.0, "x"], "d": None}}
-    seal = seal_of(data)
-    assert broken_seal({"b": {"d": None, "c": [1.0, "x"]}, "a": 1}, json.loads(json.dumps(seal))) is None
+    seal = make_seal(data)
+    assert describe_broken_seal({"b": {"d": None, "c": [1.0, "x"]}, "a": 1}, json.loads(json.dumps(seal))) is None
     for other, said in (
         ({**data, "a": 1.0}, "'a' was changed"),
         ({**data, "a": True}, "'a' was changed"),
@@ -91,11 +91,13 @@ def test_keys_inside_are_named_and_the_seal_guards_itself() -> None:
         ({**data, "e": 1}, "'e' was added"),
         ({"b": data["b"]}, "'a' is missing"),
     ):
-        assert broken_seal(other, seal) == said
+        assert describe_broken_seal(other, seal) == said
     for damaged in (None, 3, {}, {"digest": "0" * 64}, {**seal, "keys": []}, {**seal, "digest": 1}):
-        assert broken_seal(data, damaged) is not None
-    mixed = {**seal, "keys": {**seal["keys"], "a": seal_of({**data, "a": 2})["keys"]["a"]}}
-    assert broken_seal({**data, "a": 2}, mixed) == "its seal was changed", "a value with the short digest of another"
+        assert describe_broken_seal(data, damaged) is not None
+    mixed = {**seal, "keys": {**seal["keys"], "a": make_seal({**data, "a": 2})["keys"]["a"]}}
+    assert describe_broken_seal({**data, "a": 2}, mixed) == "its seal was changed", (
+        "a value with the short digest of another"
+    )
 
 
 def test_an_engine_of_the_first_format_says_rebuild(engine: EngineDir) -> None:

@@ -29,9 +29,9 @@ from wicore_trt.bench.workload import (
     PromptPart,
     Session,
     WordList,
-    made_up,
+    make_sessions,
+    plan_sessions,
     replay_trace,
-    sessions_of,
 )
 from wicore_trt.errors import ConfigError
 from wicore_trt.kv.study.trace import TraceRequest
@@ -80,8 +80,8 @@ class ClientSession:
         elif isinstance(record.answer, tuple):
             self._said.append(record.answer)
         else:
-            made_up = PromptPart(f"{self._session.name}/{number}/answer", record.output_tokens)
-            self._said.append(self._vocabulary.tokens(made_up))
+            stand_in = PromptPart(f"{self._session.name}/{number}/answer", record.output_tokens)
+            self._said.append(self._vocabulary.tokens(stand_in))
 
 
 async def run_load(
@@ -203,7 +203,7 @@ class Offer:
             requests = None if self.duration_s is not None else self.requests
             return replay_trace(self.trace, rate=rate, requests=requests, duration_s=self.duration_s, run=run)
         assert rate is not None
-        return made_up(
+        return plan_sessions(
             self.shape, rate, burstiness=self.burstiness, requests=self.requests, duration_s=self.duration_s,
             seed=self.seed, run=run,
         )  # fmt: skip
@@ -226,7 +226,7 @@ async def run_sweep(
     if warmups:
         for index, (name, target) in enumerate(targets):
             run = f"warm-up {index}"
-            planned = sessions_of(offer.shape, [0.0] * warmups, seed=offer.seed, run=run)
+            planned = make_sessions(offer.shape, [0.0] * warmups, seed=offer.seed, run=run)
             if offer.trace:
                 planned = replay_trace(offer.trace, rate=float("inf"), requests=warmups, duration_s=None, run=run)
             warm = [session for session in planned if session.context_tokens <= context]

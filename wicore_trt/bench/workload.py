@@ -148,7 +148,7 @@ def parse_lengths(text: str) -> Lengths:
     return found
 
 
-def sessions_of(shape: LoadShape, moments: Iterable[float], *, seed: int, run: str) -> list[Session]:
+def make_sessions(shape: LoadShape, moments: Iterable[float], *, seed: int, run: str) -> list[Session]:
     """Make a session for each of `moments`, in seconds. Lengths depend on the seed alone, so that runs compare."""
     rng = random.Random(seed)
 
@@ -170,7 +170,7 @@ def sessions_of(shape: LoadShape, moments: Iterable[float], *, seed: int, run: s
     return found
 
 
-def made_up(
+def plan_sessions(
     shape: LoadShape, rate: float, *, burstiness: float, requests: int, duration_s: float | None, seed: int, run: str
 ) -> list[Session]:
     """Make sessions that bring `rate` requests a second on average, turns included: as many as have `requests` turns,
@@ -179,7 +179,7 @@ def made_up(
     chosen: Iterable[float] = islice(moments, div_ceil(requests, shape.turns))
     if duration_s is not None and not math.isinf(rate):
         chosen = takewhile(lambda at: at < duration_s, moments)
-    found = sessions_of(shape, chosen, seed=seed, run=run)
+    found = make_sessions(shape, chosen, seed=seed, run=run)
     if not found:
         raise ConfigError(f"No request comes within {duration_s:g} s.", fix="Raise the duration or the rate.")
     return found

@@ -10,7 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-from wicore_trt.checkpoint.quantize import bad_row, flushed_to_zero, rounded_subnormals, to_float32
+from wicore_trt.checkpoint.quantize import count_flushed, count_rounded, find_bad_row, to_float32
 from wicore_trt.errors import CheckpointError
 
 _LARGEST = {"F16": ("float16", "65504"), "BF16": ("bfloat16", "3.38953e+38")}
@@ -33,9 +33,9 @@ class CastReport:
 
     def count_losses(self, name: str, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
         """Count the float32 `values` of tensor `name` that lost something in `stored`: F16, BF16 or E4M3 bits."""
-        if flushed := flushed_to_zero(values, stored):
+        if flushed := count_flushed(values, stored):
             self._flushed[tag][name] += flushed
-        if tag in _ROUNDED and (rounded := rounded_subnormals(values, stored, tag)):
+        if tag in _ROUNDED and (rounded := count_rounded(values, stored, tag)):
             self._rounded[tag][name] += rounded
 
     @property
@@ -57,7 +57,7 @@ class CastReport:
 def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, tag: str) -> None:
     """Raise CheckpointError when a block in format `tag` (F32, F16 or BF16 bits) holds an infinity or a NaN.
     `first_row` is the block's first row in the tensor, `place` the file."""
-    row = bad_row(block, tag)
+    row = find_bad_row(block, tag)
     if row is None:
         return
     values = to_float32(block[row : row + 1], tag)
@@ -67,7 +67,7 @@ def check_finite_rows(place: str, name: str, first_row: int, block: np.ndarray, 
 
 def check_cast(place: str, name: str, first_row: int, values: np.ndarray, stored: np.ndarray, tag: str) -> None:
     """Raise CheckpointError for float32 `values` that are not finite, or are beyond the range of format `tag`."""
-    row = bad_row(stored, tag)
+    row = find_bad_row(stored, tag)
     if row is None:
         return
     check_finite_rows(place, name, first_row, values, "F32")

@@ -25,11 +25,11 @@ from wicore_trt.checkpoint.format import (
     TAGS,
     Checkpoint,
     build_config,
+    find_storage,
     list_parts,
     open_checkpoint,
     rank_entries,
     static_scales,
-    storage_of,
     vision_entries,
     write_config,
 )
@@ -44,7 +44,7 @@ from wicore_trt.checkpoint.names import (
 )
 from wicore_trt.checkpoint.open_source import open_source
 from wicore_trt.checkpoint.quantize import FLOATS, from_float32, quantize_e4m3_per_channel, to_float32
-from wicore_trt.checkpoint.records import FileRecord, record_of
+from wicore_trt.checkpoint.records import FileRecord, record_file
 from wicore_trt.checkpoint.safetensors_io import TAG_BYTES, SafetensorsWriter, TensorEntry, split_rows
 from wicore_trt.checkpoint.sharding import Shard, shard_of
 from wicore_trt.checkpoint.source import Source
@@ -248,7 +248,7 @@ class _Conversion:
         files = self._write_ranks()
         if self._vision:
             files[VISION] = self._write_vision()
-        files |= {file.name: record_of(file) for file in tokenizer}
+        files |= {file.name: record_file(file) for file in tokenizer}
         origin |= {"vision": vision and vision.to_dict(), "flushed_to_zero": self._report.flushed_to_zero}
         form = self._dtype, self._weights, self._tp
         write_config(self._directory, build_config(spec, *form, files, origin, kv_scales=self._kv_scales))
@@ -278,7 +278,7 @@ class _Conversion:
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
         shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
-        storage = storage_of(tensor.role, self._dtype, self._weights)
+        storage = find_storage(tensor.role, self._dtype, self._weights)
         entries = list_parts(tensor, tensor.shape, self._dtype, self._weights)
         later: list[list[list[np.ndarray]]] = [[[] for _ in entries[1:]] for _ in shards]
         for part, name in enumerate(tensor.sources):

@@ -117,18 +117,18 @@ _SHORT_BYTES = 8
 _SHOWN = 80
 
 
-def seal_of(data: Mapping[str, Any]) -> dict[str, Any]:
+def make_seal(data: Mapping[str, Any]) -> dict[str, Any]:
     """Make the seal of a JSON object: the digest of its canonical form.
     Short digests of its values, and of theirs, tell later which of them was changed."""
     keys = {name: _seal_digest(value, _SHORT_BYTES) for name, value in _flatten_values(data).items()}
     return {"digest": _seal_digest(data, DIGEST_BYTES), "keys": keys}
 
 
-def broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
+def describe_broken_seal(data: Mapping[str, Any], seal: object) -> str | None:
     """Describe how `data` differs from the data that `seal` was made of, naming keys; None when it does not differ."""
     if not isinstance(seal, dict) or {*seal} != {"digest", "keys"} or not isinstance(seal["keys"], dict):
         return "its seal is missing or damaged"
-    if seal == seal_of(data):
+    if seal == make_seal(data):
         return None
     leaves, keys = _flatten_values(data), seal["keys"]
     changed = [n for n, value in leaves.items() if n in keys and keys[n] != _seal_digest(value, _SHORT_BYTES)]

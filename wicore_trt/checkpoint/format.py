@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wicore_trt.checkpoint.digest import SEAL, broken_seal, hash_bytes, seal_of
+from wicore_trt.checkpoint.digest import SEAL, describe_broken_seal, hash_bytes, make_seal
 from wicore_trt.checkpoint.names import (
     Role,
     Split,
@@ -107,7 +107,7 @@ class Checkpoint:
         return self.config["quantization"]["kv_cache_quant_algo"] is not None
 
 
-def storage_of(role: Role, dtype: str, weights: WeightFormat) -> str:
+def find_storage(role: Role, dtype: str, weights: WeightFormat) -> str:
     """Return the storage of a tensor: a base dtype or a name in LAYOUTS."""
     if role is Role.NORM:
         # 1 + w of norms in bfloat16 would move them by up to 0.4 %, so they are float32.
@@ -118,7 +118,7 @@ def storage_of(role: Role, dtype: str, weights: WeightFormat) -> str:
 def list_parts(tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weights: WeightFormat) -> list[TensorEntry]:
     """List (name, safetensors tag, shape) of what stores a tensor's shard of `shape`: values, then scales, then
     minimums. Raises CheckpointError for rows that are not whole blocks."""
-    storage = storage_of(tensor.role, dtype, weights)
+    storage = find_storage(tensor.role, dtype, weights)
     layout = LAYOUTS.get(storage)
     if layout is None:
         return [(tensor.name, TAGS[storage], shape)]
@@ -241,7 +241,7 @@ def find_version(weights: WeightFormat) -> int:
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Seal config.json, write it and wait until it is on disk."""
-    block = {**config["wicore"], SEAL: seal_of(_check_seal(config))}
+    block = {**config["wicore"], SEAL: make_seal(_check_seal(config))}
     config = {**config, "wicore": block}
     with (directory / CONFIG).open("w", encoding="utf-8") as stream:
         json.dump(config, stream, indent=2)
@@ -292,7 +292,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         problem = f"{path} has checkpoint format {shown(block.get('format_version'))}; {reads}"
         raise CheckpointError(problem, fix="Convert it again or update wicore-trt.")
     rebuild = _find_rebuild_command(path, config)
-    broken = broken_seal(_check_seal(config), block.get(SEAL))
+    broken = describe_broken_seal(_check_seal(config), block.get(SEAL))
     if broken:
         raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=rebuild)
     try:

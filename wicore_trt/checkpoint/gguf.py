@@ -87,7 +87,7 @@ class GgufSource(Source):
         self._file = open_gguf(path)
         self.door, self.name, self.revision = self._file.door, str(path), None
         self.notes = []
-        self.spec = gguf_spec(self._file, self.notes.append)
+        self.spec = read_gguf_spec(self._file, self.notes.append)
         # a tensor's file, its name there and the first of its rows
         self._places = dict[str, tuple[GgufFile, str, int]]()
         self.tensors = {}
@@ -177,7 +177,7 @@ class GgufSource(Source):
         return f"{file.tensors[stored].path}: {stored}"
 
 
-def gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:
+def read_gguf_spec(file: GgufFile, note: Callable[[str], None] = lambda text: None) -> Gemma3Spec:
     """Make the model's spec from GGUF metadata, with the defaults of llama.cpp's loader for absent keys.
     Ollama's converter leaves out more keys: these take the values of the Gemma 3 with that many layers, and `note`
     gets a sentence on it. Raises CheckpointError for another kind of file, a missing key, a value of the wrong type

@@ -88,7 +88,7 @@ def _best_scale(w: np.ndarray, amax: np.ndarray) -> np.ndarray:
     return best
 
 
-def bad_row(block: np.ndarray, tag: str) -> int | None:
+def find_bad_row(block: np.ndarray, tag: str) -> int | None:
     """Find the first row of a block stored as `tag` (F32, F16 or BF16 bits) with an infinity or a NaN, or None.
     As integers those are the largest values of either sign, so two maxima find them without a copy."""
     bits, signed, top = {
@@ -103,14 +103,14 @@ def bad_row(block: np.ndarray, tag: str) -> int | None:
     return int(np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))[0])
 
 
-def flushed_to_zero(values: np.ndarray, stored: np.ndarray) -> int:
+def count_flushed(values: np.ndarray, stored: np.ndarray) -> int:
     """Count float32 `values` that are not 0 but became 0 in `stored`, F16 values or E4M3 bits."""
     bits = stored.view(np.uint8) if stored.itemsize == 1 else stored.view(np.uint16)
     zeros = stored.size - int(np.count_nonzero(bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)))
     return zeros - (values.size - int(np.count_nonzero(values)))
 
 
-def rounded_subnormals(values: np.ndarray, stored: np.ndarray, tag: str) -> int:
+def count_rounded(values: np.ndarray, stored: np.ndarray, tag: str) -> int:
     """Count float32 `values` that lost bits in `stored` below the smallest normal number of `tag` (F16 or BF16).
     Values that became 0 are not counted."""
     bits, exponent, sign = stored.view(np.uint16), {"F16": 0x7C00, "BF16": 0x7F80}[tag], 0x8000

@@ -38,7 +38,7 @@ class FileRecord:
     def describe_change(self, file: Path) -> str | None:
         """Describe how `file` differs from the record, None for no difference.
         Raises CheckpointError for a file that cannot be read, and for a weight file whose header is damaged."""
-        now = record_of(file)
+        now = record_file(file)
         if not self.parts:
             return None if now.blake2b == self.blake2b else file.name
         return self.changed_part(now.parts)
@@ -54,7 +54,7 @@ def file_entries(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
     return {name: record.to_dict() for name, record in sorted(files.items())}
 
 
-def record_of(
+def record_file(
     file: Path, door: UntrustedFiles = ANYWHERE, moved: Callable[[int], None] = lambda count: None
 ) -> FileRecord:
     """Record a file on disk. `moved` is called with the number of bytes done since its last call. Raises the door's

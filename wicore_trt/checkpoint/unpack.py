@@ -103,7 +103,7 @@ class PackedModule:
         with np.errstate(invalid="ignore", over="ignore"):  # the converter refuses what is not finite
             return KINDS[self.form.kind].decode(self, start, stop)
 
-    def spread(self, scales: np.ndarray) -> np.ndarray:
+    def repeat_groups(self, scales: np.ndarray) -> np.ndarray:
         """Repeat [rows, groups] to [rows, columns]."""
         return np.repeat(scales, self.columns // scales.shape[1], axis=1)
 
@@ -180,7 +180,7 @@ def _decode_ints(module: PackedModule, start: int, stop: int) -> np.ndarray:
 
 def _decode_mlx(module: PackedModule, start: int, stop: int) -> np.ndarray:
     codes = unpack_words(module.read_rows("weight", start, stop), module.bits)
-    scales, biases = (module.spread(module.read_rows(part, start, stop)) for part in ("scales", "biases"))
+    scales, biases = (module.repeat_groups(module.read_rows(part, start, stop)) for part in ("scales", "biases"))
     return codes * scales + biases
 
 
@@ -193,7 +193,7 @@ def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
         return ordered[:, start - 8 * first : stop - 8 * first].T.view(np.int8)
 
     scales = module.read_whole("scales")[:, start:stop].T
-    return (read_codes("qweight") - module.spread(read_codes("qzeros"))) * module.spread(scales)
+    return (read_codes("qweight") - module.repeat_groups(read_codes("qzeros"))) * module.repeat_groups(scales)
 
 
 def _find_order(module: PackedModule) -> np.ndarray:

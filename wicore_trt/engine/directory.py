@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wicore_trt.checkpoint.digest import hash_bytes
-from wicore_trt.checkpoint.records import FileRecord, record_of
+from wicore_trt.checkpoint.records import FileRecord, record_file
 from wicore_trt.engine.manifest import KIND, MANIFEST_NAME, FileEntry, Manifest, read_manifest, rebuild_engine
 from wicore_trt.engine.weights import hash_weights
 from wicore_trt.errors import CheckpointError, EngineFormatError, list_some
@@ -129,7 +129,7 @@ def read_intact(engine: EngineDir, name: str, moved: Callable[[int], None] = lam
     """Read a file and return its record; None when its digest is not the manifest's, or a weight file has no header.
     `moved` gets the bytes done since its last call."""
     try:
-        record = record_of(engine.path / name, engine.door, moved)
+        record = record_file(engine.path / name, engine.door, moved)
     except CheckpointError:
         return None
     return record if record.blake2b == engine.manifest.files[name].blake2b else None
@@ -158,5 +158,5 @@ def describe_files(partial: Path, weights: Mapping[str, FileRecord] | None = Non
     records = dict(weights or {})
     for path in (p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
         name = path.relative_to(partial).as_posix()
-        records[name] = records.get(name) or record_of(path)
+        records[name] = records.get(name) or record_file(path)
     return {name: FileEntry(record.bytes, record.blake2b) for name, record in sorted(records.items())}

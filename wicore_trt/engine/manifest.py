@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
-from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, broken_seal, canonical_json, seal_of
+from wicore_trt.checkpoint.digest import DIGEST_BYTES, SEAL, canonical_json, describe_broken_seal, make_seal
 from wicore_trt.errors import CheckpointError, EngineFormatError
 from wicore_trt.files import LIST_BYTES, UntrustedFiles, is_present, quote_arg
 from wicore_trt.model.spec import Gemma3Spec
@@ -134,7 +134,7 @@ class Manifest:
     @property
     def seal(self) -> str:
         """Name of this build alone, not of another of the same source: it covers all digests and the time."""
-        return str(seal_of(self.to_dict())["digest"])
+        return str(make_seal(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
         """Make the contents of `engine.json` but its seal."""
@@ -145,7 +145,7 @@ class Manifest:
 
     def to_json(self) -> str:
         data = self.to_dict()
-        return json.dumps({**data, SEAL: seal_of(data)}, indent=2, sort_keys=True) + "\n"
+        return json.dumps({**data, SEAL: make_seal(data)}, indent=2, sort_keys=True) + "\n"
 
 
 def find_version(weights: WeightFormat) -> int:
@@ -220,7 +220,7 @@ def read_manifest(path: Path) -> Manifest:
             fix=rebuild,
         )
     seal = data.pop(SEAL, None)
-    broken = broken_seal(data, seal)
+    broken = describe_broken_seal(data, seal)
     if broken:
         raise EngineFormatError(f"{manifest_path} was edited or damaged: {broken}.", fix=rebuild)
     del data["kind"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from wicore_trt.checkpoint.digest import DIGEST_BYTES, HEADER, hash_parts
-from wicore_trt.checkpoint.records import FileRecord, record_of
+from wicore_trt.checkpoint.records import FileRecord, record_file
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile, SafetensorsWriter, TensorInfo
 from wicore_trt.errors import CheckpointError
 from wicore_trt.files import link_or_copy
@@ -46,7 +46,7 @@ def place_weights(
     kept = [(name, info.dtype, info.shape) for name, info in file.tensors.items() if name not in drop]
     if len(kept) == len(file.tensors):
         link_or_copy(source, target)
-        placed = record_of(target, moved=moved)
+        placed = record_file(target, moved=moved)
         if part := record.changed_part(placed.parts):
             raise damaged(part)
         return placed

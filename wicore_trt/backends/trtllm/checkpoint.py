@@ -27,9 +27,9 @@ from wicore_trt.checkpoint.format import (
     FP8_TAG,
     TAGS,
     Checkpoint,
+    find_storage,
     model_fields,
     static_scales,
-    storage_of,
     window_pattern,
 )
 from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
@@ -105,7 +105,7 @@ def _write_rank(
     norm_tag = TAGS[checkpoint.dtype]
     entries: list[TensorEntry] = []
     for tensor in unified_tensors(spec):
-        storage = storage_of(tensor.role, checkpoint.dtype, weights)
+        storage = find_storage(tensor.role, checkpoint.dtype, weights)
         fp8 = storage == "fp8"
         tag = norm_tag if tensor.role is Role.NORM else FP8_TAG if fp8 else TAGS[storage]
         entries.append((tensor.name, tag, shard_of(tensor, spec, rank, checkpoint.tp_size).shape))
@@ -113,7 +113,7 @@ def _write_rank(
         entries += [(name, "F32", (1,)) for name in (*one, *static[tensor.name])]
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
-            fp8 = storage_of(tensor.role, checkpoint.dtype, weights) == "fp8"
+            fp8 = find_storage(tensor.role, checkpoint.dtype, weights) == "fp8"
             for block in _dequantize_blocks(tensor, file) if fp8 else _read_blocks(file, tensor.name):
                 stored = from_float32(block, norm_tag) if tensor.role is Role.NORM else block
                 writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]) if fp8 else stored)
