@@ -95,7 +95,8 @@ class Checkpoint:
     @property
     def revision(self) -> str | None:
         """Hub commit that the checkpoint was converted from, if any."""
-        return self.config["wicore"].get("revision")
+        revision: str | None = self.config["wicore"].get("revision")
+        return revision
 
     @property
     def source(self) -> str:

@@ -128,7 +128,7 @@ def e4m3_bits(x: np.ndarray) -> np.ndarray:
 def _upper_half(x: np.ndarray) -> np.ndarray:
     """Return indices of float32 values in a table of upper halves, of the type with the fastest look-ups."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    return ((bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)).astype(np.intp)
+    return np.asarray((bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0), np.intp)
 
 
 def e4m3_values() -> np.ndarray:
@@ -153,4 +153,4 @@ def _e4m3_table() -> np.ndarray:
     low, high = np.minimum(x, E4M3_MAX) - grid[below], grid[above] - np.minimum(x, E4M3_MAX)
     nearest = np.where((low < high) | ((low == high) & (below % 2 == 0)), below, above).astype(np.uint8)
     nearest[np.isnan(x)] = 0x7F
-    return nearest | ((upper >> np.uint32(15)) << np.uint32(7)).astype(np.uint8)
+    return np.asarray(nearest | ((upper >> np.uint32(15)) << np.uint32(7)).astype(np.uint8))

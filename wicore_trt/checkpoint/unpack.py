@@ -96,7 +96,7 @@ class PackedModule:
             self._memo["module"] = self
         if part not in self._memo:
             self._memo[part] = self.read_rows(part, 0, (*self.info(part).shape, 1)[0])
-        return self._memo[part]
+        return np.asarray(self._memo[part])
 
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
         """Decode rows [start, stop) of the weight, float32 [stop - start, columns]."""
@@ -161,7 +161,7 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 def _decode_e4m3(module: PackedModule, start: int, stop: int) -> np.ndarray:
     bits, scales = read_e4m3(module, start, stop)
-    return e4m3_values()[bits] * scales[:, None]
+    return np.asarray(e4m3_values()[bits] * scales[:, None])
 
 
 def _measure_pack(module: PackedModule) -> tuple[int, int]:
@@ -175,13 +175,13 @@ def _measure_pack(module: PackedModule) -> tuple[int, int]:
 
 def _decode_ints(module: PackedModule, start: int, stop: int) -> np.ndarray:
     values, scales = read_integers(module, start, stop)
-    return values * scales[:, _find_order(module)]
+    return np.asarray(values * scales[:, _find_order(module)])
 
 
 def _decode_mlx(module: PackedModule, start: int, stop: int) -> np.ndarray:
     codes = unpack_words(module.read_rows("weight", start, stop), module.bits)
     scales, biases = (module.repeat_groups(module.read_rows(part, start, stop)) for part in ("scales", "biases"))
-    return codes * scales + biases
+    return np.asarray(codes * scales + biases)
 
 
 def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
@@ -193,7 +193,8 @@ def _decode_awq(module: PackedModule, start: int, stop: int) -> np.ndarray:
         return ordered[:, start - 8 * first : stop - 8 * first].T.view(np.int8)
 
     scales = module.read_whole("scales")[:, start:stop].T
-    return (read_codes("qweight") - module.repeat_groups(read_codes("qzeros"))) * module.repeat_groups(scales)
+    codes = read_codes("qweight") - module.repeat_groups(read_codes("qzeros"))
+    return np.asarray(codes * module.repeat_groups(scales))
 
 
 def _find_order(module: PackedModule) -> np.ndarray:
@@ -249,7 +250,7 @@ def _decode_nf4(module: PackedModule, start: int, stop: int) -> np.ndarray:
         outer = module.read_whole("weight.nested_absmax")[np.arange(low, high) // state["nested_blocksize"]]
         scales = module.read_whole("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
     spread = np.repeat(scales, state["blocksize"])[first - low * state["blocksize"] :][: last - first]
-    return (values * spread).reshape(stop - start, module.columns)
+    return np.asarray(values * spread).reshape(stop - start, module.columns)
 
 
 @dataclass(frozen=True, slots=True)

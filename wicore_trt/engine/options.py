@@ -127,4 +127,5 @@ def find_backend(name: str) -> Backend:
         problem = f"backend {name!r} is not built in this version; there is: {', '.join(BACKENDS)}."
         raise EnvironmentUnfitError(problem, fix="Use --backend torch.")
     module, attribute = BACKENDS[name].split(":")
-    return getattr(import_module(module), attribute)()
+    backend: Backend = getattr(import_module(module), attribute)()
+    return backend

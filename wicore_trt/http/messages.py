@@ -126,7 +126,7 @@ class MessagesShape(BlockShape):
         return {**self._head, "content": content, **self._describe_end(), "usage": _count_usage(totals)}
 
     def open_sequence(self, index: int, totals: Totals) -> bytes:
-        begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _count_usage(totals)}
+        begun = {"content": (), "stop_reason": None, "stop_sequence": None, "usage": _count_usage(totals)}
         return named_event("message_start", message={**self._head, **begun}) + named_event("ping")
 
     def make_event(self, change: Change, block: Block, new: str) -> bytes:

@@ -101,7 +101,11 @@ def _measure_scales(
     found = {name: np.float32(value) / np.float32(E4M3_MAX) for name, value in amax.items()}
     scales = {name: np.array([scale or 1.0], np.float32) for name, scale in found.items()}
     digest = hashlib.blake2b(np.array(token_ids, "<i8").tobytes(), digest_size=16).hexdigest()
-    origin = {"text": str(calibration.text), "tokens": calibration.tokens, "token_ids_blake2b": digest}
+    origin: dict[str, str | int] = {
+        "text": str(calibration.text),
+        "tokens": calibration.tokens,
+        "token_ids_blake2b": digest,
+    }
     return StaticScales(scales, origin)
 
 

@@ -272,7 +272,8 @@ class NativeOps:
         if index is not None:
             args.index = index.data_ptr()
         self._steps.append(args)
-        return given[-1]
+        out: torch.Tensor = given[-1]
+        return out
 
     def _find_buffer(self, kind: str, dtype: torch.dtype, width: int, count: str = "tokens") -> torch.Tensor:
         """Find or make scratch [capacity, width]; buffers of a kind share memory whatever their width."""

@@ -246,10 +246,10 @@ class TritonOps:
         model, step = self._model, self._step
         group = self._spec.layer_groups[layer]
         q, (cos, sin) = self._query_rows(layer), model.rope[group]
-        norms = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
+        q_norm, k_norm = (model.weights[layer_weight(layer, f"attention.{part}_layernorm")].data_ptr() for part in "qk")
         self._launch(
             roles.step_role("qk_rope", self._product), step_layout.qk_rope_launch, qkv.rows.data_ptr(), q.data_ptr(),
-            step_layout.QkNorms(*norms, self._spec.rms_norm_eps),
+            step_layout.QkNorms(q_norm, k_norm, self._spec.rms_norm_eps),
             step_layout.RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
             self._layer_pool(layer), self._group_tables(group, 0, self._plan.sequences),
             step_layout.StepTokens(step.positions, step.sequences, self._n),
