@@ -15,7 +15,7 @@ import wicore_trt
 ABI = 6
 LIBRARY = "libwicore_cpu.so"
 NOT_BUILT = "not_built.txt"
-"""Where the library would be: the compiler's first error, as plugins/cpu/build.cmake leaves it."""
+"""File in the library's place that has the compiler's first error, as plugins/cpu/build.cmake leaves it."""
 FIX = "Install another C++17 compiler (g++ 11 to 14, or clang) and then this package again."
 
 log = logging.getLogger(__name__)

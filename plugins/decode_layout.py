@@ -14,7 +14,7 @@ from wicore_trt.arithmetic import ITEM_BYTES, div_ceil
 from wicore_trt.plugins.layout import Launch, Pool, PoolShape, Slices, Tables
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
-"""Of the largest part of each target (A100, RTX 3090, RTX 4090, H100, B200, RTX 5090)."""
+"""Multiprocessors of the largest GPU of each target (A100, RTX 3090, RTX 4090, H100, B200, RTX 5090)."""
 SMALL_SHARED = ("sm86", "sm89", "sm120")  # 99 KiB a block
 
 

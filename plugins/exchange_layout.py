@@ -21,7 +21,7 @@ FLAGS, EPOCH, BROKEN, TURNS = 0, 64, 65, 128
 """int32 items of a block: by rank the meetings to which it has come; the meetings of this rank; 1 when it has waited in
 vain; by row how often it was pushed."""
 SLOTS_BYTES = 4 * (TURNS + PUSHED_ROWS)
-"""Where the slots begin: [2, ranks, PUSHED_ROWS, hidden]."""
+"""Begin of the slots [2, ranks, PUSHED_ROWS, hidden]."""
 LOGITS, RESIDUAL, NORMED, NORMED_SCALES = 2, 3, 4, 5
 """Parts of a block behind products 0 and 1."""
 GATHERED = 2048

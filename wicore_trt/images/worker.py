@@ -41,7 +41,7 @@ _library: ctypes.CDLL | None = None  # with `resize_rows` and `resize_columns`
 _open_capsule = ctypes.pythonapi.PyCapsule_GetPointer
 _open_capsule.restype, _open_capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 BAND_BYTES = 8 << 20
-"""Of a copy of rows, so that they lie in one of Pillow's blocks (16 MiB)."""
+"""Bytes of a copy of rows, so that they lie in one of Pillow's blocks (16 MiB)."""
 MAX_SIZE = 1024
 """Largest side of what an encoder reads."""
 LIMITS = WorkerLimits(cpu_seconds=8.0, memory=3 << 29, answer=(1 + MAX_CROPS) * MAX_SIZE**2 * 3)

@@ -163,7 +163,7 @@ class TritonExecutor:
         self._measured_layers = cycle(self._measurable)
         self._steps: deque[SubmittedStep] = deque()
         self._rows: tuple[list[int], list[int]] = ([], [])
-        """Of the last step: seq_ids, and the row of the logits of each."""
+        """The last step's seq_ids, and the row of the logits of each."""
         code = _find_code(loading, tuple(self.layout.num_pages)) if settings.code_pages else None
         if sizing:
             room = max(0, self._measure_room(settings.kv_fraction) - staging_bytes(code))

@@ -31,7 +31,7 @@ SENT = 1024
 """The block is sent in parts of so many int32s, so that there are few tensors that stand for what is sent."""
 
 CHANGED = 64
-"""So many tensors that stand for changes of tables are kept."""
+"""Most tensors that are kept for changes of tables."""
 
 
 def array_sizes(plan: RowPlan, groups: Sequence[str], pages: int = 0) -> dict[str, int]:
@@ -74,7 +74,7 @@ class Padding:
 
 
 NOBODY, EMPTY = object(), array("i")
-"""Of a row of nobody: the stamp, and the table."""
+"""Stamp and table of a row of nobody."""
 
 
 @dataclass(frozen=True)

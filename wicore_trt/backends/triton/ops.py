@@ -104,7 +104,7 @@ class TritonModel:
     invariant: bool = False
     segments: SegmentAttention | None = None
     peers: PeerMemory | None = None
-    """Of an engine that is split over ranks, laid out by `make_exchange_layout`."""
+    """Memory of an engine that is split over ranks, laid out by `make_exchange_layout`."""
 
     @cached_property
     def shared(self) -> ExchangeLayout:

@@ -16,7 +16,7 @@ LINEARS = ("qkv", "o", "gate_up", "down", "head")
 LINEAR_ROLES = {"attention.qkv": "qkv", "attention.dense": "o", "mlp.gate_up": "gate_up", "mlp.proj": "down"}
 KINDS = {role: kind for kind, role in LINEAR_ROLES.items()}
 WIDE, NARROW = "16-bit", "fp8"
-"""How rows of activations are stored for a product: in the engine's dtype, or as E4M3 with a scale each."""
+"""Storage of rows of activations for a product: in the engine's dtype, or as E4M3 with a scale each."""
 
 
 class MatrixProduct(NamedTuple):

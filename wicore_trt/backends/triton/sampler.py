@@ -26,7 +26,7 @@ WORDS = {"temperatures": 2, "top_p": 2, "min_p": 2, "seeds": 2, "top_k": 1, "ind
 """A row's parameters in the order in which they lie in the block, and their int32s."""
 TYPES = {"seeds": np.int64, "top_k": np.int32, "indices": np.int32}
 WIDE_ROWS = 8
-"""How many rows `kernels.sample_wide` decides at the same time."""
+"""Rows that `kernels.sample_wide` decides at the same time."""
 
 
 GREEDY, DRAWN, HOST = "greedy", "drawn", "host"
@@ -54,7 +54,7 @@ class DeviceSampler:
         *starts, words = (self._rows * before for before in accumulate(WORDS.values(), initial=0))
         self._offsets = dict(zip(WORDS, starts, strict=True))
         self._staging = [device.staging((words,)) for _ in range(2)]
-        """In turn: a step may be put on the stream while the device still reads what the one before it sent."""
+        """Blocks used in turn: the device may still read one step's when the next step is put on the stream."""
         self._block = device.empty((words,), torch.int32)
         chunk = min(int(e.kernel.constants["CHUNK"]) for e in model.table.role_entries(DRAWING["choose"]))
         group = int(model.table.role_entries(DRAWING["choose"])[0].kernel.constants["GROUP"])
@@ -110,7 +110,7 @@ class StepSampler:
         self._model, self._device, self.host = model, device, Sampler()
         self.drawing = drawing or DeviceSampler(model, device)
         self._last: tuple[list[SamplingParams | None], list[str]] = ([], [])
-        """Of the last step: parameters, and who chooses by them."""
+        """Parameters of the last step, and their choosers."""
 
     def choose_ways(self, slices: Sequence[SequenceSlice]) -> list[str]:
         params = [s.params for s in slices]

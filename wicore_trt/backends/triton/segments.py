@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 CHECKED_ROWS = 16
 TOLERANCE = 0.02
-"""Of the result's norm, and of sums of exponentials: 16-bit products err by a tenth of it."""
+"""Largest error of a result's norm and of its sums of exponentials: 16-bit products err by a tenth of it."""
 
 
 class LongSlice(NamedTuple):
@@ -59,7 +59,7 @@ class SegmentAttention:
         self._scale = shape.spec.query_pre_attn_scalar**-0.5
         self._checked: set[int] = set()  # threads: torch keeps what it prepares for cuDNN for each of them
         self.wanted = False
-        """Whether cuDNN was found to do what it should."""
+        """True once cuDNN's attention was found to be right."""
 
     def find_long_slices(self, slices: Sequence[LongSlice]) -> list[tuple[LongSlice, int]]:
         """List slices with segments, and how many of their rows take part."""

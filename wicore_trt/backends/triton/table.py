@@ -30,7 +30,7 @@ SPLIT_TOKENS, KEPT_TOKENS = 384, 768
 """The most tokens of a step whose prompts' keys are split, and of one whose queries are kept until it is over."""
 DEFAULT_CROSSOVER = {"16-bit": 16, "fp8": 64, "fp8 rows": 0, "q4_0": 128}
 CROSSOVER: dict[str, dict[str, int]] = {"sm90": {"16-bit": 64, "fp8": 8, "fp8 rows": 128}}
-"""By target what was measured instead of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
+"""Measurements by target, in place of DEFAULT_CROSSOVER: the most rows for which Triton kernels are faster than
 cuBLAS by 16-bit weights ("16-bit"), than products of E4M3 rows by E4M3 weights ("fp8"), and the most rows for which
 Triton's own of those are faster than cuBLAS's ("fp8 rows"). "q4_0": the most for which they are faster than writing
 4-bit weights as 16-bit ones, each rounded once, for cuBLAS.
@@ -40,7 +40,7 @@ lacks this rounding, of half a unit in bfloat16's last place once per product, a
 bfloat16 engine rounds; sums stay float32. Products of Triton's kernels, so all of a batch-invariant engine, of float16
 (results may exceed 65,504) and the logits are float32 for any number of rows."""
 SCALED_PRODUCTS = {"fp8": 89}
-"""By the storage of weights the first architecture whose matrix units take them with rows quantized alike."""
+"""First architecture whose matrix units take weights of this storage with rows quantized alike."""
 
 
 @dataclass(frozen=True)
