@@ -60,7 +60,7 @@ DYNAMO := ai-dynamo-runtime msgspec pyzmq aiohttp redis "kubernetes<33" transfor
 	$(@D)/bin/python -m pip install -q $(DYNAMO)
 	$(@D)/bin/python -m pip install -q --no-deps ai-dynamo -e . && touch $@
 
-test-mutants: setup  ## breaks the KV cache, the scheduler and the core in 64 ways; each must be caught, an hour at most
+test-mutants: setup  ## breaks the KV cache, the scheduler and the core in some 80 ways; each must be caught, an hour at most
 	$(PY) tests/mutants/run.py
 
 demo: setup  ## fetch Gemma 3 270M, build, serve, ask
