@@ -29,6 +29,7 @@ from wicore_trt.link.messages import (
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.memory_file import make_file
 from wicore_trt.process.child import Control, read_error
+from wicore_trt.serve import lifecycle
 from wicore_trt.types import ContentSpan, FinishReason, GenerateRequest, SamplingParams, TextRequest, TokenOutput, Usage
 
 
@@ -111,6 +112,41 @@ async def test_a_request_ends_at_its_time_though_the_engine_hangs(monkeypatch: p
         kinds.append(type(decode_to_engine(sent[4:end])))
         sent = sent[end:]
     assert kinds[0] is Add and {*kinds[1:]} == {Abort}
+    theirs.close()
+
+
+async def test_requests_of_an_engine_that_hangs_end_with_an_error_before_a_server_that_ends_cuts_connections(
+    monkeypatch,
+):
+    monkeypatch.setattr(lifecycle, "CANCEL_S", 0.01)
+    engine, told = TextEngine(remote := RemoteEngine(), FakeTokenizer(), FAKE_INFO), list[str]()
+    await engine.start()
+    theirs = await join_remote(remote)
+    theirs.setblocking(False)
+
+    async def ask() -> None:
+        async with aclosing(await engine.submit(TextRequest("a", SamplingParams(), prompt_token_ids=(5, 6)))) as stream:
+            async for _ in stream:
+                raise AssertionError
+
+    class Servers:
+        streams_open = 1
+
+        async def set_draining(self) -> None:
+            pass
+
+        async def stop_listening(self, grace_s: float) -> None:
+            await until(asked.done)
+            told.append("listening ends")
+
+    asked = asyncio.ensure_future(ask())
+    message = decode_to_engine((await asyncio.get_running_loop().sock_recv(theirs, 1 << 16))[4:])
+    assert isinstance(message, Add)
+    theirs.sendall(framed(Done(message.call)))
+    await until(lambda: engine.live)
+    assert await lifecycle.drain_requests(Servers(), engine, 0.01) == 1 and told
+    with pytest.raises(EngineDeadError):
+        await asked
     theirs.close()
 
 

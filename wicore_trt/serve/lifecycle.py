@@ -142,7 +142,7 @@ class ServingProcess(ABC):
             log.info("serving %s after %.1f s", engine.info.model_id, time.monotonic() - started)
             self.report_serving(address, url)
             await self._follow_engine(servers, engine)
-            return await _drain_requests(servers, engine, self._settings.grace_s)
+            return await drain_requests(servers, engine, self._settings.grace_s)
         finally:
             await servers.stop_listening(FLUSH_S)
 
@@ -162,7 +162,7 @@ class ServingProcess(ABC):
             await self.changed.wait()
 
 
-async def _drain_requests(servers: Servers, engine: TextEngine, grace_s: float) -> int:
+async def drain_requests(servers: Servers, engine: TextEngine, grace_s: float) -> int:
     """Let requests finish within `grace_s` seconds, cancel the rest; return the exit code."""
     log.info("draining %d streams for up to %g s", servers.streams_open, grace_s)
     end = time.monotonic() + grace_s
@@ -173,8 +173,8 @@ async def _drain_requests(servers: Servers, engine: TextEngine, grace_s: float) 
         # streams still open wait for their readers
         await asyncio.wait_for(servers.wait_until_idle(), max(end - time.monotonic(), FLUSH_S))
     clean = clean and not servers.streams_open
+    await engine.close(CANCEL_S)  # first, so that requests of an engine that hangs end with an error
     await servers.stop_listening(FLUSH_S)
-    await engine.close(CANCEL_S)
     if clean:
         log.info("stopped")
     else:
