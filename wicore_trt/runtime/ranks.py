@@ -176,10 +176,7 @@ class RankedExecutor:
         self.layout: KVLayout = replace(local.layout, page_bytes=sizes)
         self._copies = RankedCopier(self._group, local.copier, local.layout.page_bytes)
         self.copier: PageCopier = self._copies
-
-    @property
-    def images(self) -> ImageEncoder | None:
-        return self._local.images  # type: ignore[no-any-return]
+        self.images: ImageEncoder | None = self._local.images
 
     def execute(self, batch: StepBatch) -> StepResult:
         self._begin_step(batch)
@@ -213,14 +210,10 @@ class RankedAheadExecutor(RankedExecutor):
     def __init__(self, engine: Path, spec: Gemma3Spec, ranks: int, opener: str, options: ExecutorOptions) -> None:
         super().__init__(engine, spec, ranks, opener, options, gpus=options.device != "cpu")
         encoder = self._local.images
-        self._images = None if encoder is None else _RankedEncoder(self._group, encoder)
+        self.images = None if encoder is None else _RankedEncoder(self._group, encoder)
         self._group.flag = None if self._local.peers is None else self._local.peers.failed
         if options.compare_ranks:
             self._local.on_step = self._group.note_step
-
-    @property
-    def images(self) -> ImageEncoder | None:
-        return self._images
 
     def execute(self, batch: StepBatch) -> StepResult:
         self.submit(batch)

@@ -65,11 +65,10 @@ class PromptEstimates:
     def raise_cost(self, sequence: Sequence) -> None:
         """Raise the cost of a sequence whose load from disk is slow: it has more to compute and comes later."""
         assert self.loader is not None
-        meet = self.loader.meeting_token(sequence.pages)
-        if meet is not None and self.time is not None:
-            begun = sequence.cached or 0
-            count = min(meet, len(sequence.tokens)) - begun
-            sequence.cost_s = max(sequence.cost_s, self.time.prompt_s(begun, max(0, count)))
+        load, cached = self.loader.find_begun(sequence.pages), sequence.cached or 0
+        if load is not None and load.from_disk and self.time is not None:
+            count = min(load.choice.meet, len(sequence.tokens)) - cached
+            sequence.cost_s = max(sequence.cost_s, self.time.prompt_s(cached, max(0, count)))
 
     def lower_cost(self, sequence: Sequence, computed: int) -> None:
         """Lower the cost of a sequence after a jump from `computed`: loaded tokens cost nothing."""
@@ -90,8 +89,8 @@ class PromptEstimates:
         go on. Counting more would make a request wait longer for its load than for computing."""
         busy = [s for s in running if s.pages.load is None and s is not chooser]
         ahead = sum(s.remaining_tokens for s in busy if s.remaining_tokens > 1)
-        loader = self.loader
-        splits = sum(loader.is_split(s.pages) for s in running) if loader is not None else 0
+        loads = [self.loader.find_begun(s.pages) for s in running] if self.loader is not None else []
+        splits = sum(load is not None and load.choice.decision == "split" for load in loads)
         decoding = [s for s in busy if s.remaining_tokens == 1]
         rate = self._shared_rate(decoding, max(1, self.max_tokens - len(busy)) / self.max_tokens, 1 + splits)
         return replace(rate, delay_s=rate.shared_seconds(0, ahead))

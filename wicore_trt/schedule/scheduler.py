@@ -299,8 +299,9 @@ class Scheduler:
         count = self._limit_tokens(sequence, wanted, budget)
         if wanted < sequence.remaining_tokens and self.loader is not None and self.loader.reads_disk:
             # it may go on elsewhere soon
-            before = int(self.loader.awaited_load_s(sequence.pages) / self.prefill.compute_rate().per_token_s)
-            budget.tokens = min(budget.tokens, max(count, before, self.slice_tokens))
+            load = self.loader.find_begun(sequence.pages)
+            before = load.choice.arrives_s / self.prefill.compute_rate().per_token_s if load is not None else 0.0
+            budget.tokens = min(budget.tokens, max(count, int(before), self.slice_tokens))
         if count == 0:
             return
         while not self.manager.reserve_pages(sequence.pages, sequence.computed + count):

@@ -147,22 +147,16 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             sum(len(name) + len(value) + ENTRY_BYTES for name, value in metadata) > MAX_METADATA_BYTES
         ):
             large = f"The metadata have more than {MAX_METADATA_BYTES} bytes."
-            return self._refuse_call(
-                Call.from_headers(method, Identity(), lambda name: None),
-                "with too much metadata",
-                InvalidRequestError(large, field="metadata", fix="Send less."),
-            )
+            error: WicoreError = InvalidRequestError(large, field="metadata", fix="Send less.")
+            return self._refuse_call(Call.from_headers(method, Identity(), lambda name: None), error)
         health = details.method.startswith(HEALTH_PREFIX)
         header = partial(read_metadata, details)
         who = Identity() if health else self._keys.find_identity(read_key(header))
         if who is None:
             self._counts.refused["grpc"] += 1
             fix = "Send it as metadata: authorization: Bearer KEY."
-            return self._refuse_call(
-                Call.from_headers(method, Identity(), header),
-                "without a valid API key",
-                AuthenticationError("This server needs an API key.", fix=fix),
-            )
+            error = AuthenticationError("This server needs an API key.", fix=fix)
+            return self._refuse_call(Call.from_headers(method, Identity(), header), error)
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:
             return None
@@ -174,7 +168,9 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             run = partial(self._answer_own, handler, Call.from_headers(method, who, header))
         return grpc.stream_stream_rpc_method_handler(run, response_serializer=handler.response_serializer)
 
-    def _refuse_call(self, call: Call, why: str, error: WicoreError) -> grpc.RpcMethodHandler:
+    def _refuse_call(self, call: Call, error: WicoreError) -> grpc.RpcMethodHandler:
+        why = "without a valid API key" if isinstance(error, AuthenticationError) else "with too much metadata"
+
         async def refuse(_: object, context: Context) -> None:
             CURRENT.set(call)
             self._refused(f"refused a call {why}", peer=context.peer())

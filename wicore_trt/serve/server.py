@@ -18,7 +18,7 @@ from wicore_trt.access.listening import check_free, format_address, read_tls
 from wicore_trt.config import ServerSettings
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2_grpc
-from wicore_trt.serve.guard import MAX_METADATA_BYTES, Guard
+from wicore_trt.serve.guard import MAX_METADATA_BYTES, Context, Guard
 from wicore_trt.serve.listeners import LISTENERS, Listeners, Services
 from wicore_trt.serve.service import SERVICE_NAME, InferenceService
 from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, make_handlers
@@ -90,20 +90,16 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND, "No such service.")
         return Status(status=self._statuses[request.service])
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
         statuses = {name: Status(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         last = None
         while True:
             changed = self._changed

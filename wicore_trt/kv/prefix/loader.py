@@ -45,7 +45,7 @@ JUMP, WAIT, DROP = NextMove("jump"), NextMove("wait"), NextMove("drop")
 
 
 @dataclass(slots=True)
-class _Begun:
+class BegunLoad:
     """Load under way, the choices that it began with and has now, and how long its sequence has idled for it."""
 
     first: LoadChoice
@@ -78,7 +78,7 @@ class PrefixLoader:
         self.drag = Drag()
         self._host_read = (0, 0.0)
         self._probed: SimpleQueue[tuple[TierMeter, int, float]] = SimpleQueue()
-        self._begun: dict[PrefixLoad, _Begun] = {}
+        self._begun: dict[PrefixLoad, BegunLoad] = {}
 
     def record_probe(self, meter: TierMeter, count: int, seconds: float) -> None:
         """Record that a probe of `count` bytes took `seconds`, for one of the meters. Any thread."""
@@ -194,7 +194,7 @@ class PrefixLoader:
         read = [item for item in items if on_disk and self.tiers.find_tier(*item.page.name) != "host"]
         now, from_disk = self._clock(), sum(self._page_bytes[item.page.group] for item in read)
         load.mark_unread(read)
-        self._begun[load] = _Begun(chosen, chosen, now, from_disk, came_at=now)
+        self._begun[load] = BegunLoad(chosen, chosen, now, from_disk, came_at=now)
         self.tiers.loads.begin_load(load)
         return True
 
@@ -273,8 +273,7 @@ class PrefixLoader:
 
     def is_awaited(self, pages: SequencePages, computed: int, step_s: float) -> bool:
         """Say whether a sequence that waited at its last move may wait for its load two more steps, and will one."""
-        load = pages.load
-        begun = self._begun.get(load) if load is not None else None
+        load, begun = pages.load, self.find_begun(pages)
         if load is None or begun is None or begun.waiting_since is None or load.failures != self._manager.failures:
             return False
         left = begun.choice.wait_s - begun.idle_s - (self._clock() - begun.waiting_since)
@@ -319,20 +318,9 @@ class PrefixLoader:
         now = self._clock()
         return min((now - begun.since for begun in self._begun.values() if begun.from_disk), default=0.0)
 
-    def meeting_token(self, pages: SequencePages) -> int | None:
-        """Token up to which a sequence with a load from disk is expected to compute; None for any other."""
-        begun = self._begun.get(pages.load) if pages.load is not None else None
-        return begun.choice.meet if begun is not None and begun.from_disk else None
-
-    def awaited_load_s(self, pages: SequencePages) -> float:
-        """Seconds until the arrival of a load that a sequence awaits to spare others; 0 for any other."""
-        begun = self._begun.get(pages.load) if pages.load is not None else None
-        return begun.choice.arrives_s if begun is not None else 0.0
-
-    def is_split(self, pages: SequencePages) -> bool:
-        """Say whether a sequence has a load and was to compute beside it."""
-        begun = self._begun.get(pages.load) if pages.load is not None else None
-        return begun is not None and begun.choice.decision == "split"
+    def find_begun(self, pages: SequencePages) -> BegunLoad | None:
+        """Find the load of a sequence, but for one that resumes."""
+        return self._begun.get(pages.load) if pages.load is not None else None
 
     def end_load(self, pages: SequencePages, computed: int) -> int:
         """Jump to the end of a load that has arrived: put its window and found pages into the tables and publish them.
