@@ -87,7 +87,6 @@ class PageCopier(Protocol):
 
     def pin(self, memory: memoryview, /) -> bool:
         """Lock host memory for faster copies while the copier lives. Any thread. Returns True if it is backed now."""
-        ...
 
     def to_host(self, group: str, slot: int, parts: Parts, done: Done, /, *, settled: bool = False) -> None: ...
 
@@ -95,11 +94,9 @@ class PageCopier(Protocol):
 
     def flush(self) -> None:
         """Begin the copies asked for so far; else they begin in batches, at the latest before the next step."""
-        ...
 
     def digest(self, parts: Parts, /) -> bytes:
         """Compute the digest of a page in host memory. Parts but the last are multiples of 4,096 bytes. Any thread."""
-        ...
 
 
 @runtime_checkable
@@ -108,7 +105,6 @@ class SharedCopier(PageCopier, Protocol):
 
     def map_memory(self, size: int, /) -> memoryview:
         """Map `size` zero bytes, from the begin of a page of memory."""
-        ...
 
 
 NOT_FINITE = "its features are not finite in the engine's dtype"
@@ -131,21 +127,17 @@ class ImageEncoder(Protocol):
     def begin(self, slot: int, pixels: Bytes, /) -> int:
         """Begin to encode uint8 [size, size, 3] into a slot, return a number for `is_finite` at once. Parts that the
         image before has not run are left out."""
-        ...
 
     def run_parts(self, count: int, /) -> None:
         """Let the next parts of the image begun last run behind the steps submitted so far; return at once."""
-        ...
 
     def take_ended(self, timeout_s: float = 0.0, /) -> list[tuple[int, str | None]]:
         """Return slots whose encoding ended since the last call, and why it failed. Steps submitted from now on see the
         features. Waits at most `timeout_s` seconds for one. An encoding by parts may still run, before such steps."""
-        ...
 
     def is_finite(self, begun: int, /) -> bool:
         """Tell whether the features of an image, by what `begin` returned, are finite: right as soon as a step that
         reads them has ended, until its slot is begun for the second time after it."""
-        ...
 
 
 class Executor(Protocol):
@@ -174,15 +166,12 @@ class Executor(Protocol):
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step. Raises only on a broken device; a bad sequence is reported in StepResult.failed."""
-        ...
 
     def release(self, seq_id: int) -> None:
         """Forget the sampling state of a finished, cancelled or preempted sequence. Unknown ids are ignored."""
-        ...
 
     def close(self) -> None:
         """Free device memory, for good."""
-        ...
 
 
 @runtime_checkable
@@ -192,15 +181,12 @@ class AheadExecutor(Executor, Protocol):
 
     def submit(self, batch: StepBatch) -> None:
         """Start a step; the batch's data may change afterwards. If it raises, nothing was submitted."""
-        ...
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step. It is over even if this raises."""
-        ...
 
     def leads(self, batch: StepBatch) -> bool:
         """Tell whether the step after `batch`, the last one submitted, may name its sampled tokens UNREAD."""
-        ...
 
 
 class RequestExecutor(Protocol):
@@ -213,21 +199,16 @@ class RequestExecutor(Protocol):
 
     def check(self, request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
         """Raise InvalidRequestError for what the engine cannot do, or would do otherwise than SamplingParams says."""
-        ...
 
     def submit(self, request: GenerateRequest, index: int, seed: int, stop_ids: tuple[int, ...]) -> None:
         """Start the index-th sequence of a checked request; `seed` is in [0, 2**64). `stop_ids` end it, and are
         reported as its last token. Raises WicoreError where the engine refuses this sequence alone."""
-        ...
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
         """Take new outputs, waiting at most `timeout_s` seconds. A sequence's last one has a finish reason."""
-        ...
 
     def cancel(self, request_key: str, index: int) -> None:
         """End a submitted sequence and report nothing more of it. Unknown ones are ignored."""
-        ...
 
     def close(self) -> None:
         """Stop the engine and free device memory, for good."""
-        ...

@@ -40,7 +40,6 @@ class FeatureEncoder(ImageEncoder, Protocol):
 
     def close(self) -> None:
         """Stop encoding, for good; images under way may be left out."""
-        ...
 
 
 class ThreadEncoder:

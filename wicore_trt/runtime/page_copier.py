@@ -49,11 +49,9 @@ BATCH = 64  # copies that begin together: one event and one digest kernel for al
 class StepCopier(PageCopier, Protocol):
     def begin_step(self, batch: StepBatch) -> None:
         """Order copies before a step. Call it before any work of the step is put on the device."""
-        ...
 
     def close(self) -> None:
         """Wait for copies under way; no calls may follow. Call it before the pools are freed."""
-        ...
 
 
 def list_own_slot(group: str, slot: int) -> list[SlotKey]:
