@@ -23,8 +23,7 @@ DEVICE_THRESHOLD = 0.85
 COPIES_AT_ONCE = 64
 """Copies begun beside a step that is short."""
 TOKENS_A_COPY = 16
-"""One copy more for so many tokens of the step, which take the device longer than a copy's books take the engine's
-thread. Two for the tokens of a page, so that what is due does not grow."""
+"""A step may make one more copy for so many of its tokens: two for each page, so that what is due does not grow."""
 
 
 class CopyDown:

@@ -61,9 +61,8 @@ class KVLayout:
 Parts = Sequence[memoryview]
 """Host buffers of a page, in order."""
 Done = Callable[[bytes | None, float], None]
-"""Called by a page copier when a copy is over, with the digest of the page's bytes on the device (16 bytes, before they
-left or after they came) and the seconds of the copy itself, without waiting. A coded page has the digest of its code,
-or UNFIT where no code of that size holds it, or the bytes that came are no code."""
+"""Takes, when a copy is over, the digest of the page's bytes on the device and the seconds of the copy alone.
+The digest has 16 bytes; a coded page has that of its code, or UNFIT where its bytes are no code of the size."""
 UNFIT = b""
 CameIn = Callable[[Sequence[bytes | None], float], None]
 """Called for the next pages of a call that asked for many, in its order: their digests, and the seconds of all."""

@@ -14,8 +14,7 @@ from wicore_trt.arithmetic import div_ceil
 from wicore_trt.types import Bytes, ContentSpan
 
 LONGER = 0.4
-"""Parts of an encoding may make a step that decodes longer by this share of its time: gaps between tokens then stay
-below 1.5 times those without images, the host's part included."""
+"""Encoding may lengthen a step that decodes by this share: gaps between tokens stay below 1.5 times the usual."""
 
 
 def count_parts(left: int, part_s: float, decode_s: float) -> int:

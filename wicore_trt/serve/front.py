@@ -42,8 +42,7 @@ IMAGES_MESSAGE_MB = 32
 RELINK_S = 0.1
 """After the end of a link, before another one is asked for: where the engine has ended, the next one brings it."""
 FIRST_TO_GO = 500
-"""Added to the front's score by which the system chooses a process to kill when memory runs out. Strangers can make the
-front grow, and the next one is there in seconds, whereas an engine takes minutes to load."""
+"""Makes the system end the front first when memory runs out: it is back in seconds, an engine in minutes."""
 
 
 def load_tokenizer(settings: Settings, checked_build: str | None) -> Tokenizer:

@@ -22,8 +22,7 @@ READ_S, LOOKS = 20.0, 20
 READS = 4
 """Health requests that are read at the same time. gRPC unpacks each up to the message limit before we see its size."""
 HURRY_S, LEAST_HURRY_S = 0.1, 0.01
-"""Seconds that a health request may take to come while others wait for its place: less when many wait, at least the
-second number, which is enough for one that was sent with its call."""
+"""Seconds a health request may take to come while others wait for its place, and the least when many wait."""
 WAIT_S = 0.25
 """Seconds that silent calls may hold up later ones, roughly: probes give up after a second."""
 MAX_HEALTH_BYTES = 1024

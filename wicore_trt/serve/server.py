@@ -26,9 +26,8 @@ from wicore_trt.serve.worker import WORKER_SERVICE, WorkerService, make_handlers
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME, WORKER_SERVICE)
 MAX_PENDING, MOST_PENDING = 2500, 4000
-"""Calls that each listener holds for us to take; above the first number gRPC refuses some, above the second all, as
-CANCELLED without a reason. Ordinary bursts stay below. No option of gRPC's bounds calls that are reset as soon as they
-are made: 16 connections of 7 KB headers take up to 1.3 GB and seconds of the event loop. A proxy in front has to."""
+"""Calls that each listener holds for us; above the first number gRPC refuses some, above the second all, as CANCELLED.
+It cannot bound calls that are reset at once (16 connections: 1.3 GB, seconds of the loop): a proxy in front has to."""
 MAX_STREAMS = 1024
 """Calls that are open on one connection; a client's own library holds back what is more."""
 MAX_CONNECTIONS = 4096

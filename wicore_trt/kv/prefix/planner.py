@@ -21,11 +21,9 @@ DEVICE, HOST, READING, DISK = "device", "host", "reading", "disk"
 MARGIN = 0.05
 """A load must be predicted to save this share of the recompute time; less is not worth the reads."""
 SPLIT_MARGIN = 0.1
-"""Beside a load of host memory alone, which is sure, computing a part must be predicted to save this share of what the
-load takes: the device's time is the other sequences' too, and a fast link brings most before it could be computed."""
+"""Share of a load from host memory that computing a part must save: other sequences need the device too."""
 FAST_LOAD = 0.2
-"""Share of the time of computing, below which a load from disk is awaited while no other sequence computes: beside a
-step no page goes to the device, and computing a part would save less than that costs."""
+"""Share of the time to compute below which a load from disk is awaited, while no other sequence computes."""
 BAND = 0.35
 """How much faster than predicted a load may be: a split requests more pages than it expects to need."""
 CAUTION = 1.1

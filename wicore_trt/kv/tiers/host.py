@@ -44,8 +44,7 @@ STEP_BYTES = 4 << 20
 BACKERS = 8
 """Threads while the engine is idle: clearing memory takes a core each."""
 CLEARERS = 3
-"""Of them that clear at once while the engine has work, on machines of so many times four cores; fewer on smaller ones.
-One of them gave 0.6 GB/s on an H100's machine: conversations wrote twice as much, and were lost."""
+"""Of them that clear at once while the engine has work; fewer where there are fewer than four cores for each."""
 LOCKING_REST = 1.0
 """While the engine has work, the rest after locking, in times of what that took."""
 MADV_HUGEPAGE = 14

@@ -26,8 +26,7 @@ from wicore_trt.model.spec import GLOBAL, LOCAL
 MAX_WRONG = 2
 """A page whose bytes were wrong so often is given up: it may be the way to the device that changes them."""
 IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
-"""Pages of one load that are asked of the disk at the same time: enough for its queue during a step (27B: 0.5 GB), few
-enough that others have their turn; more of them where it is known to read more in so many seconds."""
+"""Pages of a load asked of the disk at once; more where it is known to read more in the last number's seconds."""
 IN_MEMORY = 1024
 """The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
 TOGETHER, SLOTS_TOGETHER = 16, 64
@@ -35,8 +34,7 @@ TOGETHER, SLOTS_TOGETHER = 16, 64
 AT_ONCE = 64
 """Pages in host memory that are sent to the device with one call, and heard of with one report."""
 ASKED_FIRST, ASKED_BESIDE, TOKENS_ASKED = 16, 96, 16
-"""Pages that the disk is asked for while the device waits, so that it reads; and beside a step, with one more for so
-many tokens of it: to ask for a prefix may take the engine's thread as long as some steps take."""
+"""Pages that the disk is asked for while the device waits; beside a step; and tokens of it for one page more."""
 
 
 class UpTransfers:
