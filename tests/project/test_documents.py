@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import import_module
+from typing import Any
 
 import pytest
+import typer
 from repository import ROOT, tracked
 
-from wicore_trt.cli.app import PANELS
+from wicore_trt.cli import _vllm
+from wicore_trt.cli.app import PANELS, app
 from wicore_trt.config import KEYS
 
 DOCUMENTS = [n for n in tracked() if n.endswith(".md") and n != "CHANGELOG.md" and not n.startswith("tests/")]
@@ -17,6 +21,8 @@ FILE = re.compile(r"(?<![\w./~-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|proto|toml|md)
 DIRECTORY = re.compile(r"`((?:wicore_trt|cli|recipes|plugins|tests|examples|docs)/[\w/-]*)`")
 SYMBOL = re.compile(r"`(wicore_trt(?:\.\w+)+)")
 COMMAND = re.compile(r"(?:^|[`$ ])wicore ([a-z]+)", re.M)
+CALL = re.compile(r"(?:^|[`$;&( ])wicore ((?:[a-z]+ ?)+)([^`\n|;&#)]*)", re.M)
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 TARGETS = re.compile(r"`make ([a-z -]+)`|^    make ([a-z -]+)", re.M)
 VARIABLE = re.compile(r"WICORE_[A-Z_]+")
 SETTING = re.compile(rf"`((?:{'|'.join({key.partition('.')[0] for key in KEYS if '.' in key})})\.[a-z][a-z_]*)(?=[`:])")
@@ -39,6 +45,28 @@ def resolves(name: str) -> bool:
     return False
 
 
+@cache
+def options_of(words: str) -> tuple[str, frozenset[str]]:
+    """Command that `words` begin with, and its options; `wicore serve` has those of vLLM, too."""
+    command: Any = typer.main.get_command(app)
+    for word in words.split():
+        inner = command.get_command(None, word) if hasattr(command, "get_command") else None
+        if inner is None:
+            break
+        command = inner
+    found = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--debug", "-h", "--help"}
+    if command.name == "serve":
+        found |= {*_vllm.RENAMED, *_vllm.UNNEEDED, *_vllm.UNNEEDED_VALUES, *_vllm.REFUSED}
+    return command.name, frozenset(found)
+
+
+def unknown_options(text: str) -> list[str]:
+    """Options behind `wicore COMMAND` that the command lacks."""
+    joined = re.sub(r"`([^`\n]+)\n([^`\n]+)`", r"`\1 \2`", text.replace("\\\n", " "))
+    calls = [(*options_of(words), OPTION.findall(rest)) for words, rest in CALL.findall(joined)]
+    return [f"{command} {name}" for command, options, given in calls for name in given if name not in options]
+
+
 def unknown_names(text: str) -> list[str]:
     """What `text` names and the repository lacks."""
     files = tracked()
@@ -46,6 +74,7 @@ def unknown_names(text: str) -> list[str]:
     found += [d for d in DIRECTORY.findall(text) if not any(n.startswith(d.rstrip("/")) for n in files)]
     found += [s for s in SYMBOL.findall(text) if not resolves(s)]
     found += [f"wicore {c}" for c in COMMAND.findall(text) if c not in COMMANDS]
+    found += unknown_options(text)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     words = {word for pair in TARGETS.findall(text) for word in " ".join(pair).split()}
     found += [f"make {word}" for word in sorted(words - targets)]
@@ -75,6 +104,7 @@ def test_documents_name_what_exists(path: str) -> None:
             ["wicore_trt.engine.manifest.No"],
         ),
         ("$ wicore build a b && wicore destroy c", ["wicore destroy"]),
+        ("wicore kv plan --model m --modle n | wicore serve e --max-num-seqs 1 --device 0", ["plan --modle"]),
         ("run `make setup` or `make coffee`", ["make coffee"]),
         ("`kv.device_bytes`, `kv.*`, `kv.write_policy: selective` and `server.fronts`", ["server.fronts"]),
         ("WICORE_KV__DEVICE_BYTES=1 WICORE_KV__DEVICE_BITES=1", ["WICORE_KV__DEVICE_BITES"]),
