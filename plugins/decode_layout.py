@@ -130,7 +130,7 @@ SPLIT_PREFILL = {
 tokens, 32 of them, would leave most of a GPU idle."""
 
 
-def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> DecodeConfig:
+def decode_config(target: str, pool: PoolShape, rows: int) -> DecodeConfig:
     found = MEASURED_DECODE.get((target, pool.head_dim, ITEM_BYTES[pool.dtype]))
     if found:
         chosen = next((config for most, config in found if rows <= most), found[-1][1])
@@ -139,8 +139,7 @@ def decode_config(target: str, pool: PoolShape, heads: int, rows: int) -> Decode
     stage = 16384 if target in SMALL_SHARED else 32768
     block_k = stage // (2 * pool.head_dim * ITEM_BYTES[pool.dtype])
     config = DecodeConfig(1, max(pool.page_tokens, 16, min(64, block_k)), 1)
-    groups = pool.kv_heads // config.heads
-    return replace(config, splits=max(1, min(64, div_ceil(2 * MULTIPROCESSORS[target], groups * rows))))
+    return replace(config, splits=max(1, min(64, div_ceil(2 * MULTIPROCESSORS[target], pool.kv_heads * rows))))
 
 
 def prefill_config(target: str, pool: PoolShape) -> PrefillConfig:

@@ -52,9 +52,6 @@ class Tables(NamedTuple):
     rows: int
     length: int
 
-    def table_arguments(self) -> dict[str, Any]:
-        return {"tables": self.pointer, "table_length": self.length, "table_stride": self.length}
-
 
 class Pool(NamedTuple):
     """Pages in memory. For kernels of one layer `pointer` is that layer's part of page 0 and `scales` the layer's KV

@@ -127,20 +127,18 @@ _SM90: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 
 
-def _read_measured(
-    target: str, table: dict[tuple[int, int, str, bool], tuple[tuple[int, ...], ...]]
-) -> dict[Key, LinearConfig]:
+def _read_measured() -> dict[Key, LinearConfig]:
     found: dict[Key, LinearConfig] = {}
-    for key, rows in table.items():
+    for key, rows in _SM90.items():
         for bucket, block_n, block_k, columns, splits, warps, stages, unroll in rows:
             kind: Literal["vector", "matrix", "tiles"] = "vector" if bucket == 1 else "matrix"
             kind = "tiles" if key[2] == "w4" else kind
             sizes = (block_n, block_k, columns, splits, warps, stages, unroll)
-            found[target, *key, bucket] = LinearConfig(kind, *sizes, bucket <= columns)
+            found["sm90", *key, bucket] = LinearConfig(kind, *sizes, bucket <= columns)
     return found
 
 
-MEASURED = _read_measured("sm90", _SM90)
+MEASURED = _read_measured()
 # (n, k, geglu): parts of sums of "groups" by columns. 27B on an H100, 2026-11-27: in all 1.49 times as fast as "tiles"
 # at 32 rows, and 1.1 times at 16.
 MEASURED_GROUPS = {

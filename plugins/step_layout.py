@@ -103,7 +103,8 @@ def qk_rope_launch(
     del strides["pool_layer"]
     arguments = {"qkv": qkv, "q": q, "q_weight": norms.q, "k_weight": norms.k, "eps": norms.eps}
     arguments |= {"cos": rope.cos, "sin": rope.sin, "max_positions": rope.positions}
-    arguments |= {"pool": pool.pointer, "kv_scale": pool.scales, **strides, **tables.table_arguments()}
+    arguments |= {"pool": pool.pointer, "kv_scale": pool.scales, **strides}
+    arguments |= {"tables": tables.pointer, "table_length": tables.length, "table_stride": tables.length}
     arguments |= {"positions": tokens.positions, "sequences": tokens.sequences, "tokens": tokens.count}
     grid = (div_ceil(tokens.count, constants["BLOCK"]), constants["HEADS"] + 2 * constants["KV_HEADS"], 1)
     return Launch(grid, arguments)

@@ -74,8 +74,7 @@ def _checked(pool: PoolShape, dtype: str, heads: int) -> int:
     if ITEM_BYTES[dtype] != 2 or pool.dtype not in ("fp8", dtype):
         fix = "Use bfloat16 or float16 for both, or FP8 keys."
         raise ConfigError(f"{dtype} queries cannot read {pool.dtype} keys here.", fix=fix)
-    repeat: int = heads // pool.kv_heads
-    return repeat
+    return heads // pool.kv_heads
 
 
 def _fp8(pool: PoolShape, target: str) -> int:
@@ -120,15 +119,9 @@ def combine_spec(pool: PoolShape, dtype: str, config: DecodeConfig) -> KernelSpe
 
 
 def prefill_spec(
-    pool: PoolShape,
-    dtype: str,
-    heads: int,
-    target: str,
-    config: PrefillConfig,
-    *,
-    segmented: bool = False,
+    pool: PoolShape, dtype: str, heads: int, target: str, config: PrefillConfig, *, segmented: bool = False,
     ends: bool = False,
-) -> KernelSpec:
+) -> KernelSpec:  # fmt: skip
     """Specify `paged_prefill` of `heads` query heads of `dtype` over `pool`; `segmented` or with splits, results are
     float32. `ends`: with key ends of rows. Raises ConfigError for types that differ."""
     repeat, split = _checked(pool, dtype, heads), config.splits > 1
@@ -142,8 +135,7 @@ def prefill_spec(
     name = (
         f"prefill_{pool.dtype}_{dtype}_d{pool.head_dim}_p{pool.page_tokens}_kv{pool.kv_heads}_r{repeat}"
         f"_m{config.block_m}_k{config.block_k}_w{config.num_warps}_s{config.num_stages}{'_seg' if segmented else ''}"
-        f"{'_ends' if ends else ''}"
-        f"{f'_i{config.splits}_l{config.least}' if split else ''}"
+        f"{'_ends' if ends else ''}{f'_i{config.splits}_l{config.least}' if split else ''}"
     )
     out = "fp32" if segmented or split else FLOAT_TYPES[dtype]
     pointers = {"q": FLOAT_TYPES[dtype], "out": out, "pool": _pool_type(pool)}

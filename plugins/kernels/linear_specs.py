@@ -39,31 +39,23 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         raise ConfigError(f"{target} has no FP8 matrix products.", fix="Keep the activations in 16 bits.")
     e4m3 = "fp8e4nv" if native else "u8"
     x, fp8 = FLOAT_TYPES[shape.dtype], shape.weights.fp8
-    types = {
-        "x": "*" + (e4m3 if shape.fp8_input else x),
-        "w": "*" + (e4m3 if fp8 else FLOAT_TYPES[shape.weights.storage]),
-        "out": "*" + FLOAT_TYPES[shape.out],
-        "alpha": "fp32",
-        "tokens": "i32",
-        **POINTERS,
-    }
+    w = e4m3 if fp8 else FLOAT_TYPES[shape.weights.storage]
+    types = {"x": "*" + (e4m3 if shape.fp8_input else x), "w": "*" + w, "out": "*" + FLOAT_TYPES[shape.out]}
+    types |= {"alpha": "fp32", "tokens": "i32", **POINTERS}
     constants: dict[str, Any] = {
         "N": shape.n, "K": shape.k, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "EVICT_FIRST": config.evict_first, "W8": fp8, "GEGLU": shape.geglu,
     }  # fmt: skip
+    function = linear_vector if config.kind == VECTOR else linear_matrix
     if config.kind == VECTOR:
-        function = linear_vector
         constants |= {"STAGES": config.num_stages, "UNROLL": config.unroll}
     else:
-        function = linear_matrix
         constants |= {"COLUMNS": config.columns, "SPLITS": config.splits, "X8": shape.fp8_input}
-        constants["LARGEST"] = shape.largest
-        constants["EXACT_EVERY"] = min(EXACT_EVERY, config.block_k) if shape.fp8_input else 0
-    signature = {name: types[name] for name in function.arg_names if name in types}
-    aligned = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}
-    return KernelSpec(
-        _name(shape, config, native), function, signature, constants, aligned, config.num_warps, config.num_stages
-    )
+        constants |= {"LARGEST": shape.largest}
+        constants |= {"EXACT_EVERY": min(EXACT_EVERY, config.block_k) if shape.fp8_input else 0}
+    signature = {argument: types[argument] for argument in function.arg_names if argument in types}
+    aligned, name = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}, _name(shape, config, native)
+    return KernelSpec(name, function, signature, constants, aligned, config.num_warps, config.num_stages)
 
 
 def _tiles_spec(shape: LinearShape, config: LinearConfig) -> KernelSpec:
@@ -113,13 +105,8 @@ def dequantize_spec(shape: LinearShape) -> KernelSpec:
     to, minimums = FLOAT_TYPES[shape.dtype], bool(shape.weights.minimums)
     signature = {"w": "*u8", "out": "*" + to, "w_scale": "*fp16", "w_minimum": "*fp16"}
     name = f"dequantize_q4_{to}_{shape.weight_rows}x{shape.k}{'_minimums' if minimums else ''}"
-    constants = {
-        "N": shape.weight_rows,
-        "K": shape.k,
-        "W": DEQUANTIZED_WARPS,
-        "T": DEQUANTIZED_TILES,
-        "MINIMUMS": minimums,
-    }
+    constants = {"N": shape.weight_rows, "K": shape.k, "W": DEQUANTIZED_WARPS, "T": DEQUANTIZED_TILES}
+    constants |= {"MINIMUMS": minimums}
     return KernelSpec(name, dequantize_q4, signature, constants, frozenset(signature), DEQUANTIZED_WARPS, 1)
 
 

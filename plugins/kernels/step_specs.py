@@ -110,21 +110,12 @@ def embed_norm_spec(shape: NormShape, num_warps: int, *, table: str = "", images
     that of `table`, if it is given."""
     types = {
         **({"features": f"*{FLOAT_TYPES[shape.dtype]}"} if images else {}),
-        **{
-            "token_ids": "*i32",
-            "embedding": f"*{FLOAT_TYPES[table or shape.dtype]}",
-            "weight": "*fp32",
-            "residual": "*fp32",
-        },
+        **{"token_ids": "*i32", "embedding": f"*{FLOAT_TYPES[table or shape.dtype]}"},
+        **{"weight": "*fp32", "residual": "*fp32"},
         **{"out": f"*{shape.out_type()}", "scales": "*fp32", "vocab": "i32", "embedding_scale": "fp32", "eps": "fp32"},
     }
-    return _spec(
-        f"embed_{'images' if images else 'norm'}_{shape.name()}{table}",
-        norm.embed_norm,
-        types,
-        shape.constants(),
-        num_warps,
-    )
+    name = f"embed_{'images' if images else 'norm'}_{shape.name()}{table}"
+    return _spec(name, norm.embed_norm, types, shape.constants(), num_warps)
 
 
 def add_norm_spec(
@@ -209,12 +200,8 @@ def sample_specs(
     short. Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes."""
     chunk = config("scan", target, rows)
     assert chunk.block % sample.GROUP == 0
-    chunks = div_ceil(vocab, chunk.block)
-    groups = div_ceil(vocab, sample.GROUP)
-    if vocab > 2 * candidates:
-        candidates = min(candidates, groups // 2)
-    else:  # all of it is a candidate
-        candidates = min(candidates, vocab)
+    chunks, groups = div_ceil(vocab, chunk.block), div_ceil(vocab, sample.GROUP)
+    candidates = min(candidates, groups // 2 if vocab > 2 * candidates else vocab)  # or all of it is a candidate
     # Twice as many find room: where half of the groups reach the bound, 1.4 times as many logits do; ties come on top.
     capacity: dict[str, Constant] = {"CAPACITY": 1 << (2 * candidates - 1).bit_length()}
     common: dict[str, Constant] = {"CHUNK": chunk.block, "SOFTCAP": float(softcap)}
@@ -228,9 +215,8 @@ def sample_specs(
     shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
     scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
     scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps, wide)
-    constants = common | grouped | sizes
     warps = config("choose", target, rows).num_warps
-    choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, constants, warps, wide)
+    choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, common | grouped | sizes, warps, wide)
     if not sampled:
         return {"scan": scan, "choose": choose}
     collect = _spec(f"collect_{shape}", sample.collect, SAMPLE_TYPES, common | capacity, scan_warps, wide)

@@ -205,7 +205,7 @@ def test_compiles(target: str) -> None:
     for pool, dtype, heads, rows in ((LARGE, "bfloat16", 32, 1), (LARGE8, "bfloat16", 32, 8), (SMALL, "float16", 4, 1)):
         if pool is SMALL and target not in ("sm89", "sm90"):
             continue  # the others' shared memory is not tighter
-        config = decode_layout.decode_config(target, pool, heads, rows)
+        config = decode_layout.decode_config(target, pool, rows)
         aot.compile_kernel(specs.decode_spec(pool, dtype, heads, target, config), target)
     aot.compile_kernel(specs.combine_spec(LARGE, "bfloat16", config), target)
 
@@ -214,15 +214,14 @@ def test_configurations_fill_a_gpu_and_fit_the_kernels(monkeypatch: pytest.Monke
     """The rule for what was not measured, and the table where something was."""
     monkeypatch.setattr(decode_layout, "MEASURED_DECODE", {})
     for target in decode_layout.MULTIPROCESSORS:
-        for pool, heads in ((LARGE, 32), (LARGE8, 32), (SMALL, 4)):
+        for pool in (LARGE, LARGE8, SMALL):
             programs = [
-                rows * pool.kv_heads * decode_layout.decode_config(target, pool, heads, rows).splits
-                for rows in (1, 8, 128)
+                rows * pool.kv_heads * decode_layout.decode_config(target, pool, rows).splits for rows in (1, 8, 128)
             ]
             assert max(programs[1:]) >= decode_layout.MULTIPROCESSORS[target] and programs[0] >= 64
     table = ((8, DecodeConfig(2, 32, 4)), (64, DecodeConfig(1, 64, 2)))
     monkeypatch.setitem(decode_layout.MEASURED_DECODE, ("sm90", 128, 2), table)
-    chosen = [decode_layout.decode_config("sm90", LARGE, 32, rows).splits for rows in (1, 8, 9, 64, 500)]
+    chosen = [decode_layout.decode_config("sm90", LARGE, rows).splits for rows in (1, 8, 9, 64, 500)]
     assert chosen == [4, 4, 2, 2, 2]
 
 

@@ -212,7 +212,7 @@ def _list_attention(shape: EngineShape, target: str) -> list[ListedKernel]:
     common, listed = (pool, dtype, heads, target), list[ListedKernel]()
 
     def decode_for(rows: int) -> DecodeConfig:
-        return decode_config(target, pool, heads, min(rows, DECODE_BUCKETS[-1]))
+        return decode_config(target, pool, min(rows, DECODE_BUCKETS[-1]))
 
     def add_kernel(role: KernelRole, spec: KernelSpec, chosen: PrefillConfig | None = None) -> None:
         listed.append(ListedKernel(role, ANY, spec, asdict(chosen) if chosen else None))
