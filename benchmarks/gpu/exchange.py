@@ -98,7 +98,7 @@ class BenchmarkRank:
     def norm(self, x: torch.Tensor, way: str, residual: torch.Tensor, out: torch.Tensor) -> None:
         """Add and norm `x` [rows, HIDDEN]: of one rank, or summed by "push", "pull" or "own"; `out` uint8: E4M3."""
         rows, dtype, fp8 = len(x), str(x.dtype).removeprefix("torch."), out.dtype == torch.uint8
-        warps = norm_config(self.device.target, rows, HIDDEN).num_warps
+        warps = norm_config(rows, HIDDEN).num_warps
         if way in ("pull", "own"):
             self.meet()
         shape = NormShape(HIDDEN, DTYPE, fp8, fp8)

@@ -1,7 +1,7 @@
 """Specialisations of a step's small kernels: norms, query and key rotation, sampling; and their launch shapes.
 
 Loads Triton, because a spec holds the kernel's function. Invariant: a spec depends on shapes, types and a `StepConfig`
-only. The tables below are the only place that knows which launch shape is fast where.
+only. DEFAULTS is the only place that knows which launch shape is fast.
 """
 
 from __future__ import annotations
@@ -38,18 +38,15 @@ DEFAULTS: dict[str, Table] = {
     "choose": ((1 << 31, StepConfig(8)),),
     "draw": ((1 << 31, StepConfig(16)),),
 }
-TABLES: dict[str, dict[str, Table]] = {}
-"""By target ("sm90"), what was measured to be faster there than DEFAULTS."""
 
 
-def config(kernel: str, target: str, rows: int) -> StepConfig:
+def config(kernel: str, rows: int) -> StepConfig:
     """Choose the launch shape of one of DEFAULTS' kernels for `rows` tokens (sampling: sampled rows)."""
-    table = TABLES.get(target, {}).get(kernel, DEFAULTS[kernel])
-    return next(entry for most, entry in table if rows <= most)
+    return next(entry for most, entry in DEFAULTS[kernel] if rows <= most)
 
 
-def norm_config(target: str, rows: int, hidden: int) -> StepConfig:
-    return config("norm" if hidden > 1024 else "norm_narrow", target, rows)
+def norm_config(rows: int, hidden: int) -> StepConfig:
+    return config("norm" if hidden > 1024 else "norm_narrow", rows)
 
 
 @dataclass(frozen=True)
@@ -192,13 +189,13 @@ SAMPLE_TYPES = {
 
 
 def sample_specs(
-    vocab: int, target: str, *, sampled: bool, softcap: float = 0.0, rows: int = 1, candidates: int = sample.CANDIDATES
+    vocab: int, *, sampled: bool, softcap: float = 0.0, rows: int = 1, candidates: int = sample.CANDIDATES
 ) -> dict[str, KernelSpec]:
     """Specify `kernels.sample`'s kernels for `vocab` logits, named and ordered as in `step_layout.sample_launches`.
     These are "scan" and "choose", and with `sampled` (otherwise all rows are greedy) "collect" and "draw". `softcap` 0
     is none. Filtered rows that leave up to `candidates` tokens are decided on the device, fewer where the vocabulary is
     short. Where `vocab` is a multiple of 16, so must be the address of the logits, in bytes."""
-    chunk = config("scan", target, rows)
+    chunk = config("scan", rows)
     assert chunk.block % sample.GROUP == 0
     chunks, groups = div_ceil(vocab, chunk.block), div_ceil(vocab, sample.GROUP)
     candidates = min(candidates, groups // 2 if vocab > 2 * candidates else vocab)  # or all of it is a candidate
@@ -213,9 +210,9 @@ def sample_specs(
     }
     wide = frozenset({"logits", "vocab"} if vocab % 16 == 0 else ())
     shape = f"v{vocab}_c{chunk.block}{f'_cap{softcap:g}' if softcap else ''}{f'_n{candidates}' if sampled else ''}"
-    scan_warps, draw_warps = chunk.num_warps, config("draw", target, rows).num_warps
+    scan_warps, draw_warps = chunk.num_warps, config("draw", rows).num_warps
     scan = _spec(f"scan_{shape}", sample.scan, SAMPLE_TYPES, common | grouped, scan_warps, wide)
-    warps = config("choose", target, rows).num_warps
+    warps = config("choose", rows).num_warps
     choose = _spec(f"choose_{shape}", sample.choose, SAMPLE_TYPES, common | grouped | sizes, warps, wide)
     if not sampled:
         return {"scan": scan, "choose": choose}

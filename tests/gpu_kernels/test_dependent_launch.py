@@ -42,7 +42,7 @@ PLAIN = LinearShape(70, 208, "bfloat16", BF16, "float32")
 VECTOR = LinearConfig("vector", 2, 128, unroll=2)
 MATRIX = LinearConfig("matrix", 32, 64, 16, num_stages=3)
 SPLIT = LinearConfig("matrix", 32, 32, 8, splits=3)
-SAMPLING = step_specs.sample_specs(4096, "sm90", sampled=True, candidates=16).values()
+SAMPLING = step_specs.sample_specs(4096, sampled=True, candidates=16).values()
 SPECS: list[KernelSpec] = [
     linear_spec(WIDE, VECTOR, "sm90"),
     linear_spec(WIDE, MATRIX, "sm90"),

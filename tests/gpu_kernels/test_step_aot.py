@@ -49,7 +49,7 @@ def rope_call(pool: PoolShape, heads: int, qkv: str, q: str, block: int) -> tupl
 
 
 def sample_calls(*, sampled: bool, softcap: float, candidates: int) -> list[tuple[KernelSpec, Launch]]:
-    specs = step_specs.sample_specs(VOCAB, "sm90", sampled=sampled, softcap=softcap, candidates=candidates)
+    specs = step_specs.sample_specs(VOCAB, sampled=sampled, softcap=softcap, candidates=candidates)
     sizes = step_layout.sample_scratch(VOCAB, int(specs["choose"].constants["CHUNK"]), sample.GROUP, 64)
     arrays = SampleArrays(4, 8, **dict.fromkeys(sizes, 8))
     calls = step_layout.sample_launches(specs["choose"].constants, Logits(16, 3, VOCAB), arrays)
@@ -82,17 +82,16 @@ def test_step_kernel_compiles(name: str, target: str) -> None:
 
 @pytest.mark.long
 def test_the_default_number_of_candidates_compiles() -> None:
-    draw = step_specs.sample_specs(VOCAB, "sm90", sampled=True)["draw"]
+    draw = step_specs.sample_specs(VOCAB, sampled=True)["draw"]
     assert draw.constants["CAPACITY"] == 2048
     assert aot.compile_kernel(draw, "sm90").shared_bytes <= 48 * 1024
 
 
 def test_tables_cover_every_number_of_rows() -> None:
-    for tables in (step_specs.DEFAULTS, *step_specs.TABLES.values()):
-        for name, table in tables.items():
-            assert name in step_specs.DEFAULTS and [most for most, _ in table] == sorted({most for most, _ in table})
-            assert step_specs.config(name, "sm90", 2**31 - 1)
-    assert step_specs.norm_config("sm80", 1, 5376).num_warps > step_specs.norm_config("sm80", 1, 640).num_warps
+    for name, table in step_specs.DEFAULTS.items():
+        assert [most for most, _ in table] == sorted({most for most, _ in table})
+        assert step_specs.config(name, 2**31 - 1)
+    assert step_specs.norm_config(1, 5376).num_warps > step_specs.norm_config(1, 640).num_warps
     with pytest.raises(ConfigError, match="5377"):
         NormShape(5377, "bfloat16")
 

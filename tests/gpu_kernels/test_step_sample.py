@@ -53,9 +53,7 @@ class Device:
         stored = torch.cat([self.logits, torch.full((1, vocab), math.nan)])
         params = [s.params for s in self.rows if s.params is not None]
         sampled = any(not p.greedy for p in params)
-        specs = step_specs.sample_specs(
-            vocab, "sm90", sampled=sampled, softcap=self.softcap, candidates=self.candidates
-        )
+        specs = step_specs.sample_specs(vocab, sampled=sampled, softcap=self.softcap, candidates=self.candidates)
         chunk = int(specs["choose"].constants["CHUNK"])
         capacity = int(specs["draw"].constants["CAPACITY"]) if sampled else 0
         scratch = step_layout.sample_scratch(vocab, chunk, sample.GROUP, capacity)

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -85,18 +86,10 @@ class Results:
     left_out: list[str] = field(default_factory=list)
 
 
-def scan_variant(target: str, chunk: int, warps: int) -> Callable[[Any], Any]:
-    """Sampling with this chunk, whatever the table says."""
-
-    def build(problem: Any) -> Any:
-        kept = step_specs.TABLES.get(target, {})
-        step_specs.TABLES[target] = {**kept, "scan": ((1 << 31, StepConfig(warps, chunk)),)}
-        try:
-            return problem.specs(target)
-        finally:
-            step_specs.TABLES[target] = kept
-
-    return build
+def build_scan(problem: Any, chunk: int, warps: int) -> Any:
+    """Specify sampling with this chunk, whatever the table says."""
+    with mock.patch.dict(step_specs.DEFAULTS, scan=((1 << 31, StepConfig(warps, chunk)),)):
+        return problem.specs()
 
 
 def norm_work(model: ModelSizes, rows: tuple[int, ...], target: str) -> list[Work]:
@@ -126,8 +119,9 @@ def rope_work(model: ModelSizes, rows: tuple[int, ...]) -> list[Work]:
     return found
 
 
-def sample_work(model: ModelSizes, rows: tuple[int, ...], target: str) -> list[Work]:
-    scans = {f"c{c} w{w}": scan_variant(target, c, w) for c, w in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))}
+def sample_work(model: ModelSizes, rows: tuple[int, ...]) -> list[Work]:
+    sizes = ((1024, 4), (2048, 4), (2048, 8), (4096, 8))
+    scans: dict[str, Callable[[Any], Any]] = {f"c{c} w{w}": partial(build_scan, chunk=c, warps=w) for c, w in sizes}
     some = tuple(r for r in rows if r <= 128)
     found = []
     for name, parameters, candidates in (
@@ -146,7 +140,7 @@ def all_work(rows: tuple[int, ...], target: str) -> list[Work]:
     found = []
     for model in (LARGE, SMALL):
         found += norm_work(model, rows, target) + rope_work(model, rows)
-    return found + sample_work(LARGE, rows, target)
+    return found + sample_work(LARGE, rows)
 
 
 def specs_of(built: Any) -> list[KernelSpec]:

@@ -268,9 +268,9 @@ class SampleProblem:
         self.arrays |= {n: torch.full((rows,), -7, dtype=torch.int32, device=device) for n in ("tokens", "status")}
         self.nbytes = self.logits.nbytes * (2 if parameters and parameters[1:] != (0, 1.0, 0.0) else 1)
 
-    def specs(self, target: str) -> dict[str, KernelSpec]:
+    def specs(self) -> dict[str, KernelSpec]:
         sampled = self.parameters is not None
-        return step_specs.sample_specs(self.vocab, target, sampled=sampled, rows=self.rows, candidates=self.candidates)
+        return step_specs.sample_specs(self.vocab, sampled=sampled, rows=self.rows, candidates=self.candidates)
 
     def calls(self, specs: dict[str, KernelSpec]) -> Calls:
         constants = specs["choose"].constants

@@ -117,7 +117,7 @@ def _list_sampling(shape: EngineShape, target: str) -> list[ListedKernel]:
     vocab, softcap = shape.vocab_size, shape.spec.final_logit_softcapping or 0.0
     listed = []
     for sampled in (False, True):
-        specs = {rows: sample_specs(vocab, target, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
+        specs = {rows: sample_specs(vocab, sampled=sampled, softcap=softcap, rows=rows) for rows in _ROWS}
         for name in specs[ANY]:
             role = roles.DRAWING[name] if sampled else KernelRole(name)
             listed += _merge_buckets(role, {rows: found[name] for rows, found in specs.items()}.__getitem__)
@@ -135,7 +135,7 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
 
     def add_norm(role: KernelRole, to: NormShape, *, gather: bool = False) -> list[ListedKernel]:
         def spec_for(prefix: str, rows: int) -> KernelSpec:
-            warps, given = norm_config(target, rows, hidden).num_warps, {"way": prefix[:-1]}
+            warps, given = norm_config(rows, hidden).num_warps, {"way": prefix[:-1]}
             shaped = to if gather else ordered(to, role, rows)
             return add_norm_spec(shaped, warps, x_dtype=role.results, gather=gather, ranks=shape.ranks, **given)
 
@@ -146,10 +146,10 @@ def _list_norms(shape: EngineShape, target: str) -> list[ListedKernel]:
     def embed_norm(rows: int, *, images: bool = False) -> KernelSpec:
         table = shape.table_dtype if shape.table_dtype != shape.dtype else ""
         to = ordered(operands, role("embed_norm"), rows)
-        return embed_norm_spec(to, norm_config(target, rows, hidden).num_warps, table=table, images=images)
+        return embed_norm_spec(to, norm_config(rows, hidden).num_warps, table=table, images=images)
 
     def qk_rope(rows: int) -> KernelSpec:
-        chosen = step_config("qk_rope", target, rows)
+        chosen = step_config("qk_rope", rows)
         return qk_rope_spec(pool, spec.num_heads, product.results, shape.dtype, chosen)
 
     narrow = shape.choose_product(target, "qkv", ANY) == roles.MM16
