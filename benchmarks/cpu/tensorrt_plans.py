@@ -86,7 +86,7 @@ def measure_plans(model: str, dtype: str, target: str, limits: PlanLimits) -> di
     with tempfile.TemporaryDirectory() as scratch, PeakMemory() as memory:
         directory, begun = Path(scratch), time.monotonic()
         (directory / PLANS).mkdir()
-        plans = build_plans(find_tensorrt(), requests(model, dtype, target, limits), directory, ignore_progress)
+        plans = build_plans(requests(model, dtype, target, limits), directory, ignore_progress)
         seconds = time.monotonic() - begun
         sizes = [(directory / plan_file(target, phase)).stat().st_size for phase in PHASES]
     peak = memory.bytes

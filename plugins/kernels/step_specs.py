@@ -221,7 +221,7 @@ def sample_specs(
     return {"scan": scan, "choose": choose, "collect": collect, "draw": draw}
 
 
-def wide_spec(vocab: int, softcap: float = 0.0) -> KernelSpec:
+def wide_spec(vocab: int, softcap: float) -> KernelSpec:
     """Specify `kernels.sample_wide.draw_wide` for `vocab` logits. Where that is a multiple of 16, so must be the
     addresses of logits and weights, in bytes."""
     shift = max(1, (vocab - 1).bit_length())

@@ -274,4 +274,4 @@ def test_plans_come_in_the_order_of_their_requests(
     monkeypatch.setattr(backend, "start", lambda: None)
     monkeypatch.setattr(backend, "finish", finish)
     monkeypatch.setattr(backend.os, "cpu_count", lambda: 2)
-    assert backend.build_plans(find_tensorrt(), requests, tmp_path, ignore_progress) == list(ended) != order
+    assert backend.build_plans(requests, tmp_path, ignore_progress) == list(ended) != order

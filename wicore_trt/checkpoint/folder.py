@@ -65,7 +65,7 @@ def name_kind(path: Path) -> CheckpointError | None:
     return None
 
 
-def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool = False) -> list[str]:
+def check_folder(path: Path, read: Collection[str], *, merges_adapter: bool) -> list[str]:
     """Check every entry of `path`, of which the source reads the files `read`; returns sentences on ignored ones.
     With `merges_adapter` the adapter in it is merged. Raises CheckpointError for files that change the model and are
     not applied, and for weights of unknown name that are not read."""

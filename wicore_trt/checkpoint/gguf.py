@@ -83,7 +83,7 @@ class GgufSource(Source):
     tensors: dict[str, TensorInfo]
     notes: list[str]
 
-    def __init__(self, path: Path, mmproj: Path | None = None, *, text_only: bool = False) -> None:
+    def __init__(self, path: Path, mmproj: Path | None, *, text_only: bool) -> None:
         self._file = open_gguf(path)
         self.door, self.name, self.revision = self._file.door, str(path), None
         self.notes = []

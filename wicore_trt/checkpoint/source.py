@@ -134,7 +134,7 @@ class HfSource(Source):
     notes: list[str]
 
     def __init__(
-        self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None, text_only: bool = False
+        self, path: Path, *, name: str, revision: str | None = None, lora: Path | None = None, text_only: bool
     ) -> None:
         self.path, self.name, self.revision = path, name, revision
         self.door = UntrustedFiles(path, fix=_AGAIN, seen={})

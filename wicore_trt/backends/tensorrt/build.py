@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from wicore_trt.backends.tensorrt.api import TensorRT, find_tensorrt
+from wicore_trt.backends.tensorrt.api import find_tensorrt
 from wicore_trt.backends.tensorrt.plan_build import Plan, finish, start
 from wicore_trt.backends.tensorrt.plan_io import (
     INDEX,
@@ -78,7 +78,7 @@ class TensorRTBackend(Backend):
         api, requests = find_tensorrt(), plan_requests(checkpoint, directory, options)
         (directory / PLANS).mkdir()
         index: dict[str, Any] = {"tensors": {}, "plans": {}}
-        for request, plan in zip(requests, build_plans(api, requests, directory, progress), strict=True):
+        for request, plan in zip(requests, build_plans(requests, directory, progress), strict=True):
             name = plan_file(request.target, request.phase)
             index["tensors"][request.phase] = msgspec.to_builtins(plan.tensors)
             index["plans"][name] = {"target": request.target, "phase": request.phase, **plan.facts}
@@ -123,7 +123,7 @@ def check_dtypes(targets: Sequence[str], dtypes: Sequence[str]) -> None:
                 raise ConfigError(problem, fix="Leave the target out, or build it from a checkpoint of another dtype.")
 
 
-def build_plans(api: TensorRT, requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:
+def build_plans(requests: list[PlanRequest], directory: Path, progress: Progress) -> list[Plan]:
     """Build all plans into `directory`/plans, two at a time; results are in the order of `requests`. Raises
     EnvironmentUnfitError with TensorRT's reason. The first failure, and Ctrl-C, ends the other builds."""
     lock, workers, done, stopping = threading.Lock(), list[subprocess.Popen[str]](), 0, False

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool = False, progress: Progress = ignore_progress
+    checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool, progress: Progress = ignore_progress
 ) -> None:
     """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
     `kv_fp8`: an FP8 KV cache with the checkpoint's KV scales, which are left out otherwise. Vision tensors are always
@@ -70,7 +70,7 @@ def export_checkpoint(
     (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool = False) -> dict[str, Any]:
+def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool) -> dict[str, Any]:
     """Make config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
     spec = checkpoint.spec
     pattern = window_pattern(spec)
