@@ -145,14 +145,7 @@ class HfSource(Source):
         self._form = find_form(path, self.config, self.door)
         self.fp8 = self._form is not None and self._form.kind == "e4m3"
         self.auto_dtype = "fp8" if self._form is not None and self.fp8 and not self._form.alone else None
-        generation = path / GENERATION
-        self.generation_config = self.door.read_json(generation) if is_present(generation) else {}
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value, limit = self.generation_config.get(key), self.spec.vocab_size
-            for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
-                if token is not None and not (type(token) is int and 0 <= token < limit):
-                    wanted = f"it must be an id below {limit}, the vocabulary's size."
-                    raise CheckpointError(f"{generation}: {key} is {shown(value)}; {wanted}")
+        self.generation_config = self._read_generation(path / GENERATION)
         files, self.notes = _weight_files(path, self.door)
         asked = self.generation_config or self.config
         shaping = [f"{key} {shown(asked[key])}" for key in _SHAPING if asked.get(key) not in _SHAPES_NOTHING]
@@ -189,6 +182,16 @@ class HfSource(Source):
         if self._form and self._form.static:
             self.static_scales |= unpack.find_input_scales(self.spec, self._packed)
         self.vision = None if text_only else self._settle_vision(images)
+
+    def _read_generation(self, path: Path) -> dict[str, Any]:
+        found, limit = self.door.read_json(path) if is_present(path) else {}, self.spec.vocab_size
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = found.get(key)
+            for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:
+                if token is not None and not (type(token) is int and 0 <= token < limit):
+                    wanted = f"it must be an id below {limit}, the vocabulary's size."
+                    raise CheckpointError(f"{path}: {key} is {shown(value)}; {wanted}")
+        return found
 
     def _check_types(self, names: Iterable[str]) -> None:
         for key in (name for name in names if name not in self._packed):
