@@ -8,7 +8,8 @@ of a host tier, and `pids`, a folder where each process leaves its number; `fron
 loads), `stopped_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with
 `narrow` its sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server
 reads, and reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still
-after ten steps, and none loads. With `both` lines have the address of gRPC before that of HTTP.
+after ten steps, and none loads; while `short` is in `pids`, none finds the memory to load. With `both` lines have the
+address of gRPC before that of HTTP.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def load_engine(settings: Settings):
         time.sleep(0.005)
     if given.get("stands"):
         os.kill(os.getpid(), signal.SIGSTOP)
+    if "pids" in given and (Path(given["pids"]) / "short").exists():
+        raise MemoryError("the machine is short of it")
     if given.get("load_fails"):
         raise EngineFormatError("engine.json is missing.")
     sequences = given.get("max_sequences", 64)

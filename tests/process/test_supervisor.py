@@ -90,6 +90,10 @@ class Server:
         """Processes of this name that run."""
         return [pid for pid in self.started(name) if runs(pid)]
 
+    def short_of_memory(self) -> Path:
+        """File while which is there no engine loads."""
+        return self._pids / "short"
+
     async def all_gone(self) -> None:
         async with asyncio.timeout(60):
             while any(map(self.alive, ("engine", "front"))):
@@ -226,6 +230,22 @@ async def test_what_is_killed_is_started_again_and_only_its_streams_end(lasting,
     assert True in outcomes and {o for o in outcomes if o is not True} <= set(ENDED), outcomes
     started = len(server.started("front") + server.started("engine")) - started
     assert len(kills) <= started <= len(kills) + 1 and server.process.returncode is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_finds_no_memory_after_one_that_served_is_started_again(lasting):
+    short = lasting.short_of_memory()
+    short.touch()
+    os.kill(lasting.alive("engine")[0], signal.SIGKILL)
+    assert "starting it again" in await lasting.log_line("could not be loaded: MemoryError")
+    short.unlink()
+    back = ""
+    async with lasting.stub() as stub, asyncio.timeout(60):
+        while not back:
+            with suppress(grpc.aio.AioRpcError):
+                back = await answer(stub, "back", 20)
+            await asyncio.sleep(0.05)
+    assert back == expected("back", 20)[0]
 
 
 async def test_an_engine_that_breaks_says_why_and_the_next_one_serves(tmp_path):

@@ -27,7 +27,7 @@ from wicore_trt.access.listening import read_tls
 from wicore_trt.access.log import set_level
 from wicore_trt.child_process import import_named
 from wicore_trt.config import KEYS, LoadedSettings, settings_to_json, value_of
-from wicore_trt.errors import ConfigError, EngineDeadError, WicoreError
+from wicore_trt.errors import ConfigError, EngineDeadError, EngineFormatError, WicoreError
 from wicore_trt.process.child import (
     BEAT_S,
     DUMP,
@@ -280,10 +280,10 @@ class Supervisor:
         if self._stopping:
             return
         slot = self._slots[name]
-        # an engine that reports why it cannot load will not load the next time; another one may go on serving
         final = not self._served
-        if name != "front":
-            final = slot.ended_unready and not (self._served and any(other.loaded for other in self._engines.values()))
+        if name != "front":  # of a machine that has served something may be short; what is wrong stays wrong
+            wrong = isinstance(slot.error, (ConfigError, EngineFormatError))
+            final = slot.ended_unready and (final or (wrong and not any(e.loaded for e in self._engines.values())))
         fatal = slot.error if final else None
         guess = ", probably out of memory" if -code == signal.SIGKILL and not slot.killed else ""
         pause_s, why = slot.choose_pause(), slot.error or describe_exit(code) + guess
