@@ -13,7 +13,7 @@ import msgspec
 from wicore_trt.types import SamplingParams, TokenLogprob
 
 UNREAD = -1
-"""As a token id: a token that the step before samples for this sequence, and that nobody has read yet."""
+"""Token id that stands for the token that the step before samples for this sequence, not read yet."""
 
 
 class SequenceSlice(msgspec.Struct):  # the fastest class to make: a step makes one for each sequence

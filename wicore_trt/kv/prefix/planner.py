@@ -31,7 +31,7 @@ CAUTION = 1.1
 SLOWER = 1.15
 """Where steps beside a load from disk take so many times as long as without, the load must be worth that."""
 NEVER = 1 << 30
-"""As a meeting point: behind every prompt."""
+"""A meeting point behind every prompt: never reached."""
 WAIT_SHARE = 0.24
 """Part of the predicted saving that may be lost by waiting, one slice at most, for a load that should be there."""
 

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""Locked at once: what the engine asks of the device may wait for that, some milliseconds."""
+"""Bytes locked at once: the engine's calls to the device may wait for that, some milliseconds."""
 FIRST_PIECES = 8
-"""Locked before anything is served."""
+"""Pieces locked before anything is served."""
 STEP_BYTES = 4 << 20
-"""Cleared at once: the map of the process's memory is locked meanwhile, and who asks the system for memory waits."""
+"""Bytes cleared at once: the process's memory map is locked meanwhile, and requests for memory wait."""
 BACKERS = 8
 """Threads while the engine is idle: clearing memory takes a core each."""
 CLEARERS = 3
-"""Of them that clear at once while the engine has work; fewer where there are fewer than four cores for each."""
+"""Threads that clear at once while the engine has work; fewer where there are fewer than four cores for each."""
 LOCKING_REST = 1.0
 """While the engine has work, the rest after locking, in times of what that took."""
 MADV_HUGEPAGE = 14

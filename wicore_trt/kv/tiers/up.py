@@ -28,7 +28,7 @@ MAX_WRONG = 2
 IN_FLIGHT, MOST_IN_FLIGHT, AHEAD_S = 192, 448, 0.3
 """Pages of a load asked of the disk at once; more where it is known to read more in the last number's seconds."""
 IN_MEMORY = 1024
-"""The same for pages in host memory. Arrivals are applied between steps, so this bounds what a step's time brings."""
+"""Pages of a load under way from host memory. Arrivals are applied between steps: it bounds those of a step's time."""
 TOGETHER, SLOTS_TOGETHER = 16, 64
 """Pages that the disk is asked for with one call, and heard of with one report, and most of their slots (32 MB)."""
 AT_ONCE = 64
