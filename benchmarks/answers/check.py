@@ -26,10 +26,10 @@ from benchmarks.answers.data import (
     MEAN_FACTOR,
     Errors,
     Oracle,
-    divergences,
-    first_differences,
+    find_differences,
+    find_divergences,
 )
-from benchmarks.answers.runs import Run, Said, Step, pages_needed, torch_step, triton_step
+from benchmarks.answers.runs import Run, Said, Step, count_pages, torch_step, triton_step
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
 from wicore_trt.engine.options import find_backend
@@ -65,22 +65,22 @@ def check_answers(
         began = time.monotonic()
         with contextmanager(subject.opened)(mode, True) as (step, layout):
             name = f"{subject.dtype}, {mode}"
-            problems += against_oracle(name, JUDGES[subject.dtype, mode], step, layout, oracle, say)
+            problems += compare_with_oracle(name, JUDGES[subject.dtype, mode], step, layout, oracle, say)
             run = Run(step, layout, oracle.tokens.shape[1])
             base = run.together(oracle.prompts, BUDGET)
             kept = base.tokens if kept is None else kept
-            others = dict(company(run, oracle.prompts, len(oracle.prompts) if alone is None else alone))
+            others = dict(run_in_company(run, oracle.prompts, len(oracle.prompts) if alone is None else alone))
         if subject.has_graphs:
             with contextmanager(subject.opened)(mode, False) as (step, layout):
                 others["without graphs"] = Run(step, layout, run.new_tokens, seed=3).together(oracle.prompts, BUDGET)
         for how, said in others.items():
-            problems += against_itself(name, how, base, said, oracle, say, strict=mode == INVARIANT)
+            problems += compare_with_itself(name, how, base, said, oracle, say, strict=mode == INVARIANT)
         say(f"{name}: {time.monotonic() - began:.1f} s")
     assert kept is not None
     return problems, kept
 
 
-def against_oracle(
+def compare_with_oracle(
     name: str, judges: tuple[str, str], step: Step, layout: KVLayout, oracle: Oracle, say: Say
 ) -> list[str]:
     """All positions behind the oracle's tokens: greedy tokens, and errors of logits."""
@@ -91,7 +91,7 @@ def against_oracle(
     rounding, turnable, answers = oracle.rounding(same, exact), oracle.turnable(same, exact), oracle.answers[same]
     errors = Errors.between(said.values, oracle.answers[exact].values)
     twin = Errors.between(said.values, answers.values)
-    found = divergences(said.tokens, answers)
+    found = find_divergences(said.tokens, answers)
     ties = [d for d in found if d.explained(turnable)]
     others = int((said.tokens != oracle.tokens).sum())
     say(
@@ -110,7 +110,7 @@ def against_oracle(
     return problems
 
 
-def company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> Iterator[tuple[str, Said]]:
+def run_in_company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> Iterator[tuple[str, Said]]:
     """The same prompts in other company and chunks."""
     rng, numbers = random.Random(5), list(range(len(prompts)))
     yield "alone", run.groups(prompts, [[i] for i in numbers[len(numbers) - alone :]], 1 << 16)
@@ -123,13 +123,15 @@ def company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> Iterator[
         yield f"{budget} tokens a step", run.together(prompts, budget)
 
 
-def against_itself(name: str, how: str, base: Said, said: Said, oracle: Oracle, say: Say, *, strict: bool) -> list[str]:
+def compare_with_itself(
+    name: str, how: str, base: Said, said: Said, oracle: Oracle, say: Say, *, strict: bool
+) -> list[str]:
     """`base` and the same prompts run otherwise; `said` may have the last prompts only."""
     count = len(said.tokens)
     tokens, marks = base.tokens[-count:], base.marks[-count:]
-    other = first_differences(tokens, said.tokens)
+    other = find_differences(tokens, said.tokens)
     at = [i for i, step in enumerate(other) if step is not None]
-    bits = [i for i, step in enumerate(first_differences(marks, said.marks)) if step is not None]
+    bits = [i for i, step in enumerate(find_differences(marks, said.marks)) if step is not None]
     names = oracle.names[-count:]
     text = f"{len(at)} of {count} prompts have other tokens, {len(bits)} other bits of logits"
     where = ", ".join(f"{names[i]} from position {other[i]}" for i in at[:MAX_SHOWN])
@@ -199,7 +201,7 @@ def _settings(engine: EngineDir, oracle: Oracle, mode: str, device: str) -> Exec
     return ExecutorOptions(
         device=device,
         kernels="torch" if device == "cpu" else "auto",
-        kv_pages=pages_needed(lengths, engine.manifest.page_tokens),
+        kv_pages=count_pages(lengths, engine.manifest.page_tokens),
         max_batch_tokens=MAX_CONTEXT,
         max_sequences=len(oracle.prompts),
         max_context=MAX_CONTEXT,

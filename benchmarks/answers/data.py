@@ -1,4 +1,4 @@
-"""What an oracle answered and how answers of another executor are judged against it: arrays and arithmetic.
+"""Answers of an oracle, and how those of another executor are judged against it: arrays and arithmetic.
 
 Knows neither executors nor files of engines, and loads no torch. Invariant: what is allowed follows from the oracles
 alone. `rounding` compares two oracles, so an error of the executor that is judged cannot widen its own bound.
@@ -22,17 +22,9 @@ weights behind bfloat16 rows, and behind float32 rows. "bfloat16" and "float16" 
 weights and rows in E4M3."""
 
 INVARIANT, DEFAULT = "invariant", "default"
-JUDGES = {
-    ("bfloat16", INVARIANT): ("bfloat16", FLOAT32),
-    ("bfloat16", DEFAULT): ("bfloat16", FLOAT32),
-    ("float16", INVARIANT): ("float16", FLOAT32),
-    ("float16", DEFAULT): ("float16", FLOAT32),
-    ("fp8", INVARIANT): (FP8_WEIGHTS, FP8_FLOAT32),
-    ("fp8", DEFAULT): ("fp8", FP8_FLOAT32),
-    ("q4_0", INVARIANT): (Q4_0, Q4_0_FLOAT32),
-    ("q4_0", DEFAULT): (Q4_0, Q4_0_FLOAT32),
-    ("float32", DEFAULT): (FLOAT32, FLOAT32),
-}
+_JUDGES = {"bfloat16": FLOAT32, "float16": FLOAT32, "fp8": FP8_FLOAT32, Q4_0: Q4_0_FLOAT32, FLOAT32: FLOAT32}
+JUDGES = {(name, mode): (name, exact) for name, exact in _JUDGES.items() for mode in (INVARIANT, DEFAULT)}
+JUDGES["fp8", INVARIANT] = (FP8_WEIGHTS, FP8_FLOAT32)
 """By engine and mode: the oracle that rounds at the same places, and the one that rounds nowhere."""
 
 MAX_FACTOR, MEAN_FACTOR = 2.0, 1.5
@@ -83,13 +75,13 @@ class Oracle:
             return cls(about["names"], about["prompts"], arrays["tokens"], arrays["ids"], answers, about["source"])
 
     def rounding(self, name: str, exact: str) -> Errors:
-        """How far oracle `name` lies from `exact`, on the CPU alone: what the dtype costs."""
+        """Measure how far oracle `name` lies from `exact`, on the CPU alone: errors that come of its dtype."""
         if name == exact:
             return Errors(FLOAT32_ROUNDING, FLOAT32_ROUNDING)
         return Errors.between(self.answers[name].values, self.answers[exact].values)
 
     def turnable(self, name: str, exact: str) -> float:
-        """The largest gap between two tokens that rounding can turn over: by how much the gaps between the largest
+        """Find the largest gap between two tokens that rounding can turn over: by how much the gaps between the largest
         logit and the next CANDIDATES in float32 differ between the two oracles, at worst. At most twice `rounding`."""
         if name == exact:
             return 2 * FLOAT32_ROUNDING
@@ -145,36 +137,26 @@ class Divergence:
         )
 
 
-def divergences(tokens: np.ndarray, answers: Answers) -> list[Divergence]:
-    """Where `tokens` [P, T], each chosen behind the oracle's context, are not the oracle's."""
+def find_divergences(tokens: np.ndarray, answers: Answers) -> list[Divergence]:
+    """Find where `tokens` [P, T], each chosen behind the oracle's context, are not the oracle's."""
     found = []
     for prompt, step in np.argwhere(tokens != answers.top_ids[..., 0]).tolist():
         ids, logits = answers.top_ids[prompt, step], answers.top_logits[prompt, step]
         token = int(tokens[prompt, step])
         known = np.flatnonzero(ids == token)
         at = int(known[0]) if len(known) else len(ids) - 1
-        found.append(
-            Divergence(
-                prompt,
-                step,
-                int(ids[0]),
-                token,
-                float(logits[0]),
-                float(logits[1]),
-                float(logits[0] - logits[at]),
-                not len(known),
-            )
-        )
+        first, second, gap = float(logits[0]), float(logits[1]), float(logits[0] - logits[at])
+        found.append(Divergence(prompt, step, int(ids[0]), token, first, second, gap, not len(known)))
     return found
 
 
-def first_differences(a: np.ndarray, b: np.ndarray) -> list[int | None]:
-    """Per row the first column where two arrays differ, None for rows that are equal."""
+def find_differences(a: np.ndarray, b: np.ndarray) -> list[int | None]:
+    """Find each row's first column where two arrays differ, None for rows that are equal."""
     return [int(row.argmax()) if row.any() else None for row in a != b]
 
 
-def common_ids(top: np.ndarray, vocab: int, seed: int = 0) -> np.ndarray:
-    """The ids whose logits are kept: `top` [P, T, COMMON_TOP], and random ones, the same at every position."""
+def choose_ids(top: np.ndarray, vocab: int, seed: int = 0) -> np.ndarray:
+    """Choose the ids whose logits are kept: `top` [P, T, COMMON_TOP], and random ones, equal at every position."""
     drawn = np.random.default_rng(seed).choice(vocab, min(COMMON_RANDOM, vocab), replace=False).astype(np.int32)
     return np.concatenate([top, np.broadcast_to(drawn, (*top.shape[:2], len(drawn)))], axis=2)
 
@@ -188,8 +170,8 @@ class Piece:
     count: int
 
 
-def next_step(done: Sequence[int], prompts: Sequence[int], wanted: Sequence[int], budget: int) -> list[Piece]:
-    """What a step computes: one token of each sequence that is past its prompt, then prompts in order while `budget`
+def plan_step(done: Sequence[int], prompts: Sequence[int], wanted: Sequence[int], budget: int) -> list[Piece]:
+    """Plan a step: one token of each sequence that is past its prompt, then prompts in order while `budget`
     tokens last. `done` tokens are computed, `prompts` are the lengths of prompts, `wanted` tokens are needed in all."""
     pieces = [Piece(i, d, 1) for i, d in enumerate(done) if prompts[i] <= d < wanted[i]]
     left = budget - len(pieces)

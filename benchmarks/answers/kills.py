@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from benchmarks.answers.oracle import tokenized
+from benchmarks.answers.oracle import tokenize_prompts
 from benchmarks.answers.prompts import LONG
 from benchmarks.answers.serve import IN_FLIGHT, ROOMY, TIGHT, TURN_OUTPUT, TURN_TOKENS, TURNS, Server
 from benchmarks.common import say
@@ -38,7 +38,7 @@ Asked = list[tuple[list[int], list[int]]]
 
 async def ask_reference(engine: Path, device: str, home: Path) -> Asked:
     """Ask a server that computes everything: prompts and greedy answers, turn by turn."""
-    names, prompts = tokenized(Tokenizer.from_dir(engine))
+    names, prompts = tokenize_prompts(Tokenizer.from_dir(engine))
     so_far = [list(p) for name, p in zip(names, prompts, strict=True) if name != LONG][:12]
     server, found = Server(engine, ROOMY, device, home / "roomy", {"WICORE_KV__PREFIX_CACHE": "false"}), Asked()
     server.start()

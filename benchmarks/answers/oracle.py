@@ -25,10 +25,10 @@ from benchmarks.answers.data import (
     Q4_0_FLOAT32,
     Answers,
     Oracle,
-    common_ids,
+    choose_ids,
 )
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
-from benchmarks.answers.runs import Run, pages_needed, torch_step
+from benchmarks.answers.runs import Run, count_pages, torch_step
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.torch.weights import EngineTensors, load_engine_tensors, widen_blocks
@@ -44,8 +44,8 @@ CHUNK = 256
 Say = Callable[[str], None]
 
 
-def tokenized(tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Names and token ids of the twenty prompts."""
+def tokenize_prompts(tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+    """Return names and token ids of the twenty prompts."""
     texts = {**PROMPTS, LONG: long_text()}
     prompts = [tokenizer.encode(text) for text in texts.values()]
     single = tokenizer.encode("The")[:1]
@@ -53,7 +53,7 @@ def tokenized(tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
 
 
 def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle:
-    """All oracles of a model; builds an engine per dtype in a temporary directory. Takes minutes on two cores."""
+    """Make all oracles of a model; builds an engine per dtype in a temporary directory. Takes minutes on two cores."""
     with tempfile.TemporaryDirectory() as scratch:
 
         def loaded(dtype: str) -> EngineTensors:
@@ -62,26 +62,24 @@ def make_oracle(gguf: Path, say: Say, *, new_tokens: int = NEW_TOKENS) -> Oracle
             return load_engine_tensors(build_engine(gguf, path, dtype=dtype))
 
         exact = loaded(FLOAT32)
-        names, prompts = tokenized(Tokenizer.from_dir(Path(scratch) / FLOAT32))
-        oracle = begun(names, prompts, exact, gguf.name, say, new_tokens)
+        names, prompts = tokenize_prompts(Tokenizer.from_dir(Path(scratch) / FLOAT32))
+        oracle = begin_oracle(names, prompts, exact, gguf.name, say, new_tokens)
         del exact
         for dtype in ("bfloat16", "float16"):
-            oracle = joined(oracle, dtype, loaded(dtype), say)
-        eight = loaded("fp8")
-        oracle = joined(oracle, "fp8", eight, say)
-        eight = dequantized(eight)
-        oracle = joined(oracle, FP8_WEIGHTS, eight, say)
-        oracle = joined(oracle, FP8_FLOAT32, replace(eight, dtype="float32", kv_dtype="float32"), say)
-        four = loaded(Q4_0)
-        oracle = joined(oracle, Q4_0, four, say)
+            oracle = join_oracle(oracle, dtype, loaded(dtype), say)
+        oracle = join_oracle(oracle, "fp8", eight := loaded("fp8"), say)
+        eight = dequantize_weights(eight)
+        oracle = join_oracle(oracle, FP8_WEIGHTS, eight, say)
+        oracle = join_oracle(oracle, FP8_FLOAT32, replace(eight, dtype="float32", kv_dtype="float32"), say)
+        oracle = join_oracle(oracle, Q4_0, four := loaded(Q4_0), say)
         whole = replace(four, dtype="float32", kv_dtype="float32", tensors=widen_blocks(four.tensors))
-        return joined(oracle, Q4_0_FLOAT32, whole, say)
+        return join_oracle(oracle, Q4_0_FLOAT32, whole, say)
 
 
-def begun(
+def begin_oracle(
     names: list[str], prompts: list[list[int]], exact: EngineTensors, source: str, say: Say, new_tokens: int
 ) -> Oracle:
-    """An oracle with the greedy tokens of `exact` and its logits."""
+    """Make an oracle of the greedy tokens of `exact` and its logits."""
     executor = _executor(exact, prompts, new_tokens)
     run = Run(torch_step(executor), executor.layout, new_tokens, marked=False)
     say(f"oracle: {len(prompts)} prompts of {sum(map(len, prompts))} tokens, the longest {max(map(len, prompts))}")
@@ -89,7 +87,7 @@ def begun(
     logits = _Logits(executor, prompts, tokens)
     vocab = exact.spec.vocab_size
     top = logits.collect(lambda rows, _: rows.topk(min(COMMON_TOP, vocab), 1).indices.numpy().astype(np.int32))
-    ids = common_ids(top, vocab)
+    ids = choose_ids(top, vocab)
     oracle = Oracle(names, prompts, tokens, ids, {FLOAT32: logits.answers(ids)}, source)
     executor.close()
     wrong = int((oracle.answers[FLOAT32].top_ids[..., 0] != tokens).sum())
@@ -97,8 +95,8 @@ def begun(
     return oracle
 
 
-def joined(oracle: Oracle, name: str, engine: EngineTensors, say: Say) -> Oracle:
-    """`oracle` with what `engine` says along its tokens."""
+def join_oracle(oracle: Oracle, name: str, engine: EngineTensors, say: Say) -> Oracle:
+    """Return `oracle` with the logits of `engine` along its tokens."""
     executor = _executor(engine, oracle.prompts, oracle.tokens.shape[1])
     answers = _Logits(executor, oracle.prompts, oracle.tokens).answers(oracle.ids)
     executor.close()
@@ -106,8 +104,8 @@ def joined(oracle: Oracle, name: str, engine: EngineTensors, say: Say) -> Oracle
     return replace(oracle, answers={**oracle.answers, name: answers})
 
 
-def dequantized(engine: EngineTensors) -> EngineTensors:
-    """The same function with what the E4M3 weights mean in float32, so that rows stay as they are."""
+def dequantize_weights(engine: EngineTensors) -> EngineTensors:
+    """Return the engine with its E4M3 weights as float32, so that rows stay as they are."""
     tensors = dict(engine.tensors)
     for name, tensor in engine.tensors.items():
         if tensor.dtype == E4M3:
@@ -136,7 +134,7 @@ class _Logits:
 
     def answers(self, ids: np.ndarray) -> Answers:
         """One pass over all prompts: what is kept of their logits."""
-        values, tops = [], []
+        values, tops = list[np.ndarray](), list[np.ndarray]()
 
         def read(rows: torch.Tensor, number: int) -> np.ndarray:
             values.append(rows.gather(1, torch.from_numpy(ids[number].astype(np.int64))).numpy())
@@ -151,6 +149,6 @@ class _Logits:
 def _executor(engine: EngineTensors, prompts: Sequence[Sequence[int]], new_tokens: int) -> TorchExecutor:
     lengths = [len(p) + new_tokens for p in prompts]
     settings = ExecutorOptions(
-        device="cpu", kernels="torch", kv_pages=pages_needed(lengths, engine.page_tokens), max_batch_tokens=1 << 20
+        device="cpu", kernels="torch", kv_pages=count_pages(lengths, engine.page_tokens), max_batch_tokens=1 << 20
     )
     return TorchExecutor(engine, settings)

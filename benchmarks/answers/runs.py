@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.answers.data import Piece, next_step
+from benchmarks.answers.data import Piece, plan_step
 from wicore_trt.arithmetic import div_ceil
 from wicore_trt.backends.torch.executor import TorchExecutor
 from wicore_trt.backends.triton.executor import TritonExecutor
@@ -51,14 +51,14 @@ def torch_step(executor: TorchExecutor) -> Step:
     return step
 
 
-def pages_needed(lengths: Sequence[int], page_tokens: int) -> dict[str, int]:
-    """KV pages of each layer group for sequences of these lengths that keep them all."""
+def count_pages(lengths: Sequence[int], page_tokens: int) -> dict[str, int]:
+    """Count KV pages of each layer group for sequences of these lengths that keep them all."""
     return dict.fromkeys(GROUPS, sum(div_ceil(n, page_tokens) for n in lengths))
 
 
 @dataclass
 class Said:
-    """What a run said at P sequences x T positions: `tokens` int32, `marks` int64, which name the logits bit by bit,
+    """Answers of a run at P sequences x T positions: `tokens` int32, `marks` int64, which name the logits bit by bit,
     and the logits `values` float32 [P, T, C] of `Run.ids`."""
 
     tokens: np.ndarray
@@ -85,7 +85,7 @@ class Run:
         self._rng = random.Random(self.seed)
 
     def together(self, prompts: Sequence[Sequence[int]], budget: int, which: Sequence[int] | None = None) -> Said:
-        """All prompts at once, by at most `budget` tokens a step. `which`: their rows in `forced` and `ids`."""
+        """Run all prompts at once, by at most `budget` tokens a step. `which`: their rows in `forced` and `ids`."""
         which = range(len(prompts)) if which is None else which
         shape = (len(prompts), self.new_tokens)
         said = Said(np.full(shape, -1, np.int32), np.zeros(shape, np.int64))
@@ -95,7 +95,7 @@ class Run:
         lengths = [len(p) for p in prompts]
         wanted = [n + self.new_tokens - 1 for n in lengths]  # the last token is never computed on
         pages, done = self._deal([n + 1 for n in wanted]), [0] * len(prompts)
-        while pieces := next_step(done, lengths, wanted, budget):
+        while pieces := plan_step(done, lengths, wanted, budget):
             chosen, logits = self.step([self._slice(p, tokens[p.sequence], pages[p.sequence]) for p in pieces])
             for piece in pieces:
                 done[piece.sequence] = piece.start + piece.count
@@ -110,13 +110,10 @@ class Run:
         return said
 
     def groups(self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], budget: int) -> Said:
-        """The prompts of each group at once, group after group; together they are all prompts."""
+        """Run the prompts of each group at once, group after group; together they are all prompts."""
         parts = [(rows, self.together([prompts[i] for i in rows], budget, rows)) for rows in groups]
         order = np.argsort(np.concatenate([np.asarray(rows) for rows, _ in parts]))
-        joined = {
-            name: np.concatenate([getattr(said, name) for _, said in parts])[order] for name in ("tokens", "marks")
-        }
-        return Said(**joined)
+        return Said(*(np.concatenate([getattr(said, n) for _, said in parts])[order] for n in ("tokens", "marks")))
 
     def _keep(self, said: Said, logits: torch.Tensor, places: Sequence[tuple[int, int]], which: Sequence[int]) -> None:
         rows, at = [i for i, _ in places], [j for _, j in places]
@@ -127,8 +124,8 @@ class Run:
             said.values[rows, at] = logits.gather(1, wanted).cpu().numpy()
 
     def _mark(self, logits: torch.Tensor) -> np.ndarray:
-        """A number per row that any changed bit changes: the sum of all bit patterns times odd random numbers, which
-        has no order."""
+        """Compute a number per row that any changed bit changes: the sum of all bit patterns times odd random
+        numbers, which has no order."""
         if self._weights is None:
             generator = torch.Generator().manual_seed(1)
             drawn = torch.randint(-(1 << 62), 1 << 62, (logits.shape[1],), generator=generator) * 2 + 1
@@ -137,7 +134,7 @@ class Run:
         return (bits * self._weights).sum(1).cpu().numpy()
 
     def _deal(self, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
-        """Other pages each time, so that a slot does not hold the right values already."""
+        """Deal other pages each time, so that a slot does not hold the right values already."""
         size = self.layout.page_tokens
         decks = {g: self._rng.sample(range(n), n) for g, n in self.layout.num_pages.items()}
         counts = [div_ceil(n, size) for n in lengths]

@@ -58,25 +58,15 @@ class Server:
     begun: float = 0.0
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "wicore_trt.cli.main",
-            "serve",
-            str(self.engine),
-            "--grpc-port",
-            "0",
-            "--http-port",
-            "none",
-        ]
-        command += ["--device", self.device, "--max-sequences", str(SEQUENCES)]
-        command += ["--max-batch-tokens", str(BATCH_TOKENS), *self.flags]
+        command = [sys.executable, "-m", "wicore_trt.cli.main", "serve", str(self.engine)]
+        command += ["--grpc-port", "0", "--http-port", "none", "--device", self.device]
+        command += ["--max-sequences", str(SEQUENCES), "--max-batch-tokens", str(BATCH_TOKENS), *self.flags]
         env = {**os.environ, "WICORE_EXECUTOR__BATCH_INVARIANT": "true", **self.settings}
         self.begun = time.monotonic()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log.open("wb"), env=env)
 
     async def ready(self) -> float:
-        """Seconds from the start of the process until it takes requests."""
+        """Wait until the server takes requests; return the seconds since its process began."""
         lines: queue.Queue[bytes] = queue.Queue()
         assert self.process.stdout is not None
         out = self.process.stdout
@@ -97,7 +87,7 @@ class Server:
         raise WicoreError(f"the server is not ready: {self.log.read_text(errors='replace')[-2000:]}")
 
     async def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Greedy tokens and how many of the prompt's were cached."""
+        """Generate greedy tokens; return them and how many of the prompt's were cached."""
         tokens: list[int] = []
         cached = 0
         async for response in self.stub.Generate(_request(prompt, count), timeout=CALL_S):
@@ -106,8 +96,8 @@ class Server:
             cached = response.finish.usage.cached_tokens if ended else cached
         return tokens, cached
 
-    async def cancelled(self, prompt: Sequence[int]) -> list[int]:
-        """What came of a long answer before the client hung up."""
+    async def cancel_amid(self, prompt: Sequence[int]) -> list[int]:
+        """Hang up amid a long answer; return the tokens that came before."""
         call = self.stub.Generate(_request(prompt, CONTEXT - len(prompt)), timeout=CALL_S)
         tokens: list[int] = []
         async for response in call:
@@ -121,7 +111,7 @@ class Server:
         return await self.stub.GetStats(pb2.GetStatsRequest(), timeout=CALL_S)
 
     async def stop(self) -> tuple[int, float]:
-        """Exit code after SIGTERM, and the seconds it took."""
+        """Send SIGTERM; return the exit code and the seconds it took."""
         await self.channel.close()
         begun = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
@@ -139,7 +129,7 @@ class Server:
 
 
 def serve_all(engine: Path, oracle: Oracle, alone: np.ndarray, device: str, say: Say) -> list[str]:
-    """What is wrong, in sentences. `alone` [P, T]: greedy tokens of the executor without a server."""
+    """Serve and ask; return what is wrong in sentences. `alone` [P, T]: greedy tokens of the executor alone."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch)
         roomy = Server(engine, ROOMY, device, log / "roomy", {"WICORE_KV__PREFIX_CACHE": "false"})
@@ -162,7 +152,7 @@ async def _ask(roomy: Server, tight: Server, oracle: Oracle, alone: np.ndarray, 
     coming = asyncio.create_task(tight.ready())
     begun = time.monotonic()
     long = oracle.prompts[oracle.names.index("prose")]
-    hung_up = asyncio.create_task(roomy.cancelled(long))
+    hung_up = asyncio.create_task(roomy.cancel_amid(long))
     answers = await asyncio.gather(*(roomy.generate(prompt, alone.shape[1]) for prompt in oracle.prompts))
     partial = await hung_up
     seconds = time.monotonic() - begun
@@ -187,7 +177,7 @@ async def _ask(roomy: Server, tight: Server, oracle: Oracle, alone: np.ndarray, 
 
 
 async def _check_cancel(server: Server, partial: list[int], whole: list[int], say: Say) -> list[str]:
-    """A call that the client ended takes nothing any more, and said the right tokens until then."""
+    """Check that a call which the client ended takes nothing any more, and that its tokens were right."""
     begun = time.monotonic()
     while (stats := await server.stats()).requests_running or stats.streams_open:
         if time.monotonic() - begun > STOP_S:
@@ -205,8 +195,8 @@ async def _check_cancel(server: Server, partial: list[int], whole: list[int], sa
 async def _conversations(
     server: Server, prompts: Sequence[Sequence[int]], expected: list[list[list[int]]] | None
 ) -> list[list[list[int]]]:
-    """Tokens by turn and conversation: round robin, each turn the whole conversation so far. With `expected` answers
-    the conversation goes on with those, so one wrong token does not hide the next."""
+    """Ask for turns of conversations, round robin, each the whole conversation so far; return tokens by turn and
+    conversation. Conversations go on with `expected` answers, if any, so one wrong token does not hide the next."""
     so_far = [list(p) for p in prompts]
     said: list[list[list[int]]] = []
     for turn in range(TURNS):
@@ -227,7 +217,7 @@ async def _conversations(
 async def _compare_tiers(
     server: Server, prompts: Sequence[Sequence[int]], expected: list[list[list[int]]], say: Say
 ) -> list[str]:
-    """The same conversations twice: the second time all of them lie somewhere in the tiers."""
+    """Hold the conversations twice: the second time all of them lie somewhere in the tiers."""
     problems = []
     for again in range(2):
         said = await _conversations(server, prompts, expected)

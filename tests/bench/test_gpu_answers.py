@@ -10,7 +10,7 @@ import torch
 from parity.tiny import cast
 from runtime.triton_cpu import executor_of, oracle_of, rounded, small_model
 
-from benchmarks.answers.check import Subject, check_answers, company
+from benchmarks.answers.check import Subject, check_answers, run_in_company
 from benchmarks.answers.data import (
     DEFAULT,
     INVARIANT,
@@ -18,12 +18,12 @@ from benchmarks.answers.data import (
     Errors,
     Oracle,
     Piece,
-    common_ids,
-    divergences,
-    first_differences,
-    next_step,
+    choose_ids,
+    find_differences,
+    find_divergences,
+    plan_step,
 )
-from benchmarks.answers.oracle import begun, dequantized, joined
+from benchmarks.answers.oracle import begin_oracle, dequantize_weights, join_oracle
 from benchmarks.answers.prompts import LONG, PROMPTS, SINGLE, long_text
 from benchmarks.answers.runs import Run, torch_step, triton_step
 from wicore_trt.backends.torch.weights import EngineTensors, fuse_weights
@@ -44,9 +44,9 @@ def made_oracle(
     seed: int, prompts=((3, 17, 5, 9, 30, 2, 11), (8,), (1, 40, 2)), new: int = NEW
 ) -> tuple[object, Oracle]:
     model = small_model(seed)
-    oracle = begun([f"p{i}" for i in range(len(prompts))], [list(p) for p in prompts], loaded(model, "float32"), "tiny",
-                   silent, new)  # fmt: skip
-    return model, joined(oracle, "bfloat16", loaded(model, "bfloat16", rounded(model, "bfloat16", False)), silent)
+    names, given = [f"p{i}" for i in range(len(prompts))], [list(p) for p in prompts]
+    oracle = begin_oracle(names, given, loaded(model, "float32"), "tiny", silent, new)
+    return model, join_oracle(oracle, "bfloat16", loaded(model, "bfloat16", rounded(model, "bfloat16", False)), silent)
 
 
 def torch_subject(model, dtype: str, tensors=None) -> Subject:
@@ -86,7 +86,7 @@ def test_the_interpreted_triton_executor_follows_the_oracle():
     said = run.together(oracle.prompts, 3)
     expected = oracle.answers["bfloat16"]
     assert Errors.between(said.values, expected.values).largest < 0.05 * np.abs(expected.values).max()
-    assert all(d.explained(0.2) for d in divergences(said.tokens, expected))
+    assert all(d.explained(0.2) for d in find_divergences(said.tokens, expected))
 
 
 def test_company_covers_all_prompts_and_marks_name_every_bit():
@@ -94,7 +94,7 @@ def test_company_covers_all_prompts_and_marks_name_every_bit():
     executor = oracle_of(model, "float32", tensors=model.tensors, kv_pages={"global": 60, "local": 60})
     run = Run(torch_step(executor), executor.layout, NEW)
     base = run.together(oracle.prompts, 5)
-    for how, said in company(run, oracle.prompts, 2):
+    for how, said in run_in_company(run, oracle.prompts, 2):
         expected = base.tokens[1:] if how == "alone" else base.tokens
         assert (said.tokens == expected).all(), how
     logits = torch.randn(3, 100)
@@ -137,7 +137,7 @@ def test_company_that_changes_bits_is_a_problem_in_invariant_mode(by):
 def test_divergences_are_judged_by_gaps_alone():
     top_ids = np.array([[[5, 7, 9]], [[1, 2, 3]], [[4, 6, 8]]], np.int32)
     top = np.array([[[9.0, 8.95, 3.0]], [[9.0, 8.0, 7.0]], [[9.0, 8.9, 8.8]]], np.float32)
-    found = divergences(np.array([[7], [2], [0]]), Answers(top, top_ids, top))
+    found = find_divergences(np.array([[7], [2], [0]]), Answers(top, top_ids, top))
     assert [(d.prompt, round(d.gap, 2), d.explained(0.3)) for d in found] == [
         (0, 0.05, True),
         (1, 1.0, False),
@@ -153,14 +153,14 @@ def test_errors_that_are_not_finite_are_beyond_every_bound():
 
 
 def test_steps_decode_first_and_prompts_share_the_rest():
-    assert next_step([4, 0, 3], [4, 9, 5], [8, 12, 6], 6) == [Piece(0, 4, 1), Piece(1, 0, 5)]
-    assert next_step([8, 12, 5], [4, 9, 5], [8, 12, 6], 6) == [Piece(2, 5, 1)]
-    assert next_step([8, 12, 6], [4, 9, 5], [8, 12, 6], 6) == []
-    assert first_differences(np.array([[1, 2], [3, 4]]), np.array([[1, 2], [3, 5]])) == [None, 1]
+    assert plan_step([4, 0, 3], [4, 9, 5], [8, 12, 6], 6) == [Piece(0, 4, 1), Piece(1, 0, 5)]
+    assert plan_step([8, 12, 5], [4, 9, 5], [8, 12, 6], 6) == [Piece(2, 5, 1)]
+    assert plan_step([8, 12, 6], [4, 9, 5], [8, 12, 6], 6) == []
+    assert find_differences(np.array([[1, 2], [3, 4]]), np.array([[1, 2], [3, 5]])) == [None, 1]
 
 
 def test_kept_ids_are_the_largest_and_the_same_random_ones():
-    ids = common_ids(np.array([[[4, 2]], [[7, 1]]], np.int32), 1000)
+    ids = choose_ids(np.array([[[4, 2]], [[7, 1]]], np.int32), 1000)
     assert ids[:, 0, :2].tolist() == [[4, 2], [7, 1]] and (ids[0, 0, 2:] == ids[1, 0, 2:]).all()
     assert len(set(ids[0, 0, 2:].tolist())) == ids.shape[2] - 2
 
@@ -168,7 +168,7 @@ def test_kept_ids_are_the_largest_and_the_same_random_ones():
 def test_dequantized_weights_mean_the_same():
     model = small_model(6)
     engine = loaded(model, "bfloat16", cast(model.spec, model.tensors, E4M3))
-    plain = dequantized(engine)
+    plain = dequantize_weights(engine)
     name = next(n for n, t in engine.tensors.items() if t.dtype == E4M3)
     expected = engine.tensors[name].float() * engine.tensors[name + "s_scaling_factor"][:, None]
     assert torch.equal(plain.tensors[name], expected) and not any("scaling" in n for n in plain.tensors)
