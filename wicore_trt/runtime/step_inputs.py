@@ -9,10 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import ge
 
 import numpy as np
 import torch
 
+from wicore_trt.arithmetic import div_ceil
 from wicore_trt.runtime.batch import StepBatch
 from wicore_trt.runtime.executor import KVLayout
 
@@ -41,30 +44,28 @@ class StepInputs:
         """Flatten `batch` for the model's layer groups `groups`, in a constant number of tensor operations."""
         slices = batch.slices
         counts = [len(s.token_ids) for s in slices]
-        lengths = np.array(counts, np.int32)
-        starts = np.array([s.start for s in slices], np.int32)
-        assert len(slices) and lengths.min() > 0 and starts.min() >= 0, "a step has slices and they have tokens"
-        cu_seqlens = np.zeros(len(slices) + 1, np.int32)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        total = sum(counts)
+        starts = [s.start for s in slices]
+        assert slices and min(counts) > 0 and min(starts) >= 0, "a step has slices and they have tokens"
+        # Lists where there is a number a slice: behind a step over all weights each numpy call costs some 8 us.
+        ends = list(accumulate(counts, initial=0))
+        cu_seqlens, positions = np.array(ends, np.int32), np.array(starts, np.int32)
         token_ids = np.array([token for s in slices for token in s.token_ids], np.int64)
-        positions = starts
-        if total > len(slices):
-            positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
-        sample_rows = cu_seqlens[1:][np.array([s.sample for s in slices])] - np.int64(1)
+        if ends[-1] > len(slices):
+            positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(positions - cu_seqlens[:-1], counts)
+        sample_rows = np.array([end - 1 for end, s in zip(ends[1:], slices, strict=True) if s.sample], np.int64)
         if any(targets := [s.targets for s in slices]):
             scored = [np.arange(len(t)) + begin for t, begin in zip(targets, cu_seqlens, strict=False)]
             sample_rows = np.sort(np.concatenate([sample_rows, *scored]))
         images, key_ends = list[tuple[int, int, int]](), None
         if any(seen := [s.images for s in slices]):
             key_ends = positions + np.int32(1)
-            for s, own, begin in zip(slices, seen, cu_seqlens.tolist(), strict=False):
+            for s, own, begin in zip(slices, seen, ends, strict=False):
                 for first, count, slot in own:
                     assert 0 <= first < first + count <= len(s.token_ids), "a step computes an image whole"
                     images.append((begin + first, count, slot))
                     key_ends[begin + first : begin + first + count] = s.start + first + count
-        used = (starts + lengths + layout.page_tokens - 1) // layout.page_tokens
-        inside = np.arange(used.max()) < used[:, None]
+        used = [div_ceil(start + count, layout.page_tokens) for start, count in zip(starts, counts, strict=True)]
+        inside = np.arange(max(used)) < np.array(used)[:, None]
         return cls(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
@@ -79,12 +80,12 @@ class StepInputs:
         )
 
 
-def page_table(tables: list[Sequence[int]], used: np.ndarray, inside: np.ndarray, num_pages: int) -> np.ndarray:
+def page_table(tables: list[Sequence[int]], used: list[int], inside: np.ndarray, num_pages: int) -> np.ndarray:
     """Make an int32 table of the shape of `inside` [S, pages]: the first used[s] pages, all in the pool, else
     ABSENT."""
-    lengths = np.array([len(table) for table in tables])
-    if (lengths != used).any():  # some were reserved ahead
-        assert (lengths >= used).all(), "a sequence lacks pages"
+    lengths = [len(table) for table in tables]
+    if lengths != used:  # some were reserved ahead
+        assert all(map(ge, lengths, used)), "a sequence lacks pages"
         tables = [table[:count] for table, count in zip(tables, used, strict=True)]
     # one copy for all rows: arrays give their memory as it is
     flat = np.frombuffer(b"".join([t if isinstance(t, array) else array("i", t) for t in tables]), np.int32)

@@ -147,7 +147,7 @@ class NativeOps:
     def _take_step(self, inputs: StepInputs, probe: AttentionProbe | None, features: torch.Tensor | None) -> bool:
         """Take the next step's geometry. Scratch grows to the largest step seen; return whether it was made anew."""
         self._inputs, self._probe, self._features, self._steps = inputs, probe, features, []
-        last = int(inputs.positions.max())
+        last = int(inputs.positions.numpy().max())
         self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
         stale = last >= self._rope_length
         if stale:
