@@ -102,6 +102,10 @@ struct AttentionItem {
     const int64_t stride = kv.kv_heads * kv.head_dim;
     const auto* k = static_cast<const typename KV::Bits*>(kv.pool) + slot * kv.page_stride + kv.layer_offset +
                     offset * stride + block.kv_head * kv.head_dim;
+    for (int64_t j = 0; j < keys; ++j) {  // values come from memory while scores are computed
+      const auto* v = k + (kv.page_tokens + j) * stride;
+      for (int64_t d = 0; d < kv.head_dim; d += 64 / static_cast<int64_t>(sizeof *v)) __builtin_prefetch(v + d);
+    }
     if constexpr (kDot) {
       scores(s, reinterpret_cast<const uint16_t*>(k), stride, keys, vectors, kv.head_dim, static_cast<float>(a.scale));
     } else {
