@@ -257,7 +257,7 @@ def test_ranks_code_their_parts_and_keep_a_page_raw_together() -> None:
                     ranks[1].to_device(name, slots, list(map(self.cut, pages)), told)
 
         def tell(self, call: int, digests: Any, seconds: float) -> None:
-            copier._take_reply(1, ["copied", call, list(digests), seconds])
+            copier._end_part(call, 1, list(digests), seconds)
 
         def cut(self, places: Any) -> list[memoryview]:
             return cut_part([copier._slab[at : at + size] for at, size in places], 1, 2)

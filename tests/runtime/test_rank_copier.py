@@ -56,7 +56,7 @@ class Others:
 
     def __init__(self) -> None:
         self.count, self.devices = RANKS, [Device(rank) for rank in range(RANKS)]
-        self.on_reply: Any = None
+        self.on_copied: Any = None
         self.on_failure: Any = None
         self.copier: RankedCopier | None = None
 
@@ -74,7 +74,7 @@ class Others:
             return cut_part([slab[at : at + size] for at, size in places], rank, RANKS)
 
         def report(call: int, digests: Any, seconds: float) -> None:
-            self.on_reply(rank, ["copied", call, digests, seconds])
+            self.on_copied(call, rank, digests, seconds)
 
         for what, call, group, *more in given[0]:
             if what == "out":
@@ -141,7 +141,7 @@ def test_a_page_is_kept_raw_by_all_ranks_or_none() -> None:
     for slot in range(2):
         copier.to_host("global", slot, [slab[: RANKS * 4096]], lambda digest, seconds: told.append(digest))
     copier.flush()
-    group.devices[1].waiting[-1] = lambda: group.on_reply(1, ["copied", 2, [UNFIT], 0.0])
+    group.devices[1].waiting[-1] = lambda: group.on_copied(2, 1, [UNFIT], 0.0)
     end_in_any_order(copier, random.Random(1))
     assert len(told) == 2 and told[0] != UNFIT and told[1] == UNFIT
     for device in group.devices:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 from wicore_trt.errors import RankError
 from wicore_trt.runtime.cuda_lanes import host_address
@@ -29,7 +29,7 @@ class Group(Protocol):
     """Processes of ranks, as `ranks` leads them."""
 
     count: int
-    on_reply: Callable[[int, list[Any]], None]
+    on_copied: Callable[[int, int, Sequence[bytes | None], float], None]
     on_failure: Callable[[RankError], None]
 
     def send(self, *message: object, fds: Sequence[int] = ()) -> None: ...
@@ -73,7 +73,7 @@ class RankedCopier:
         if self.checks and not any(size % CHUNK_BYTES for size in self.local.coded_bytes.values()):
             self.coded_bytes = {group: self.group.count * size for group, size in self.local.coded_bytes.items()}
         self._digest = PageDigest(os.urandom(KEY_BYTES), self.group.count * max(sizes))
-        self.group.on_reply, self.group.on_failure = self._take_reply, self._break_copies
+        self.group.on_copied, self.group.on_failure = self._end_part, self._break_copies
 
     def map_memory(self, size: int) -> memoryview:
         """Map `size` zero bytes that all ranks see; call it once."""
@@ -146,10 +146,6 @@ class RankedCopier:
             found = [_join_digests(page) if self.checks else None for page in pages]
             seconds, pending.seconds, pending.told = pending.seconds, 0.0, ready
             pending.done(found, seconds)
-
-    def _take_reply(self, rank: int, message: list[Any]) -> None:
-        _, call, digests, seconds = message
-        self._end_part(call, rank, digests, seconds)
 
     def _break_copies(self, error: RankError) -> None:
         self.broken = error

@@ -275,7 +275,7 @@ class _Ranks:
         self.failure: RankError | None = None
         self.refusal: WicoreError | None = None
         """Why a rank cannot open its part."""
-        self.on_reply: Callable[[int, list[Any]], None] = lambda rank, message: None
+        self.on_copied: Callable[[int, int, Sequence[bytes | None], float], None] = lambda *copied: None
         self.on_failure: Callable[[RankError], None] = lambda error: None
         self.flag: torch.Tensor | None = None
         """Of peer memory: kernels that wait for a rank see there that it has failed."""
@@ -427,7 +427,8 @@ class _Ranks:
                 elif message[0] == "alike":
                     self.note_step(message[1], rank)
                 else:
-                    self.on_reply(rank, message)
+                    _, call, digests, seconds = message
+                    self.on_copied(call, rank, digests, seconds)
         except (OSError, ValueError):
             pass
         finally:
