@@ -1,4 +1,4 @@
-"""What benchmarks share: lines of progress, and the engine that is measured.
+"""Parts that benchmarks share: lines of progress, and the engine that is measured.
 
 It must not know what is measured. Invariant: progress that goes to stderr leaves stdout to the results.
 """

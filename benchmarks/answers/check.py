@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged: opens an executor that is in `mode`, with or without graphs, and closes it again."""
+    """Engine to judge: opens an executor in `mode`, with or without graphs, and closes it again."""
 
     dtype: str
     opened: Callable[[str, bool], Iterator[tuple[Step, KVLayout]]]
@@ -57,7 +57,7 @@ class Subject:
 def check_answers(
     subject: Subject, oracle: Oracle, say: Say, *, alone: int | None = None
 ) -> tuple[list[str], np.ndarray]:
-    """What is wrong, in sentences, and the tokens of the free run in the first mode. `alone`: prompts that are run
+    """Return sentences on faults, and the tokens of the free run in the first mode. `alone`: prompts that are run
     alone, all if None."""
     problems: list[str] = []
     kept: np.ndarray | None = None
@@ -83,7 +83,7 @@ def check_answers(
 def compare_with_oracle(
     name: str, judges: tuple[str, str], step: Step, layout: KVLayout, oracle: Oracle, say: Say
 ) -> list[str]:
-    """All positions behind the oracle's tokens: greedy tokens, and errors of logits."""
+    """Compare all positions behind the oracle's tokens: greedy tokens, and errors of logits."""
     same, exact = judges
     run = Run(step, layout, oracle.tokens.shape[1], forced=oracle.tokens, ids=oracle.ids, marked=False, seed=1)
     said = run.together(oracle.prompts, BUDGET)
@@ -111,7 +111,7 @@ def compare_with_oracle(
 
 
 def run_in_company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> Iterator[tuple[str, Said]]:
-    """The same prompts in other company and chunks."""
+    """Run the prompts in other company and chunks."""
     rng, numbers = random.Random(5), list(range(len(prompts)))
     yield "alone", run.groups(prompts, [[i] for i in numbers[len(numbers) - alone :]], 1 << 16)
     for number in range(2):
@@ -126,7 +126,7 @@ def run_in_company(run: Run, prompts: Sequence[Sequence[int]], alone: int) -> It
 def compare_with_itself(
     name: str, how: str, base: Said, said: Said, oracle: Oracle, say: Say, *, strict: bool
 ) -> list[str]:
-    """`base` and the same prompts run otherwise; `said` may have the last prompts only."""
+    """Compare `base` with `said`, of prompts run otherwise, which may have the last prompts only."""
     count = len(said.tokens)
     tokens, marks = base.tokens[-count:], base.marks[-count:]
     other = find_differences(tokens, said.tokens)

@@ -133,7 +133,7 @@ class _Logits:
         return np.stack(found)
 
     def answers(self, ids: np.ndarray) -> Answers:
-        """One pass over all prompts: what is kept of their logits."""
+        """Keep some logits of all prompts, in one pass."""
         values, tops = list[np.ndarray](), list[np.ndarray]()
 
         def read(rows: torch.Tensor, number: int) -> np.ndarray:

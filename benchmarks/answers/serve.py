@@ -129,7 +129,7 @@ class Server:
 
 
 def serve_all(engine: Path, oracle: Oracle, alone: np.ndarray, device: str, say: Say) -> list[str]:
-    """Serve and ask; return what is wrong in sentences. `alone` [P, T]: greedy tokens of the executor alone."""
+    """Serve and ask; return sentences on faults. `alone` [P, T]: greedy tokens of the executor alone."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch)
         roomy = Server(engine, ROOMY, device, log / "roomy", {"WICORE_KV__PREFIX_CACHE": "false"})

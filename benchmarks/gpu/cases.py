@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu.run` measures: engines, batches, goals and the shortest times that the machine's rates allow.
+"""Cases of `benchmarks.gpu.run`: engines, batches, goals and the shortest times that the machine's rates allow.
 
 Plain data and arithmetic; it must not know how anything is measured. Invariant: a bound counts only work that no
 implementation of the same engine can leave out: every weight once, the KV that is looked at, the logits once, and the
@@ -247,7 +247,7 @@ def fitting(
     left_s: float,
     case_s: float = inf,
 ) -> int:
-    """How many of `batches`, from the first, fit into `left_s` seconds behind `before_s` of loading."""
+    """Count how many of `batches`, from the first, fit into `left_s` seconds behind `before_s` of loading."""
     needed, count = before_s, 0
     for batch in batches:
         needed += case_estimate_s(config, batch, runs, rates, case_s)

@@ -76,7 +76,7 @@ class Engines:
                 self._prebuilt = prebuilt
 
     def has(self, config: EngineConfig) -> bool:
-        """Whether `config` takes no building any more."""
+        """Tell whether `config` takes no building any more."""
         return self._at(config) is not None
 
     def engine(self, config: EngineConfig) -> tuple[Path, dict[str, Any] | None]:

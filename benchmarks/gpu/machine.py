@@ -22,7 +22,7 @@ GEMM_REPEATS = 9
 
 
 def clocks(when: str, at_s: float) -> dict[str, Any]:
-    """What nvidia-smi says of the clocks now."""
+    """Read the clocks of now from nvidia-smi."""
     reading: dict[str, Any] = {"when": when, "at_s": at_s}
     said = _smi(CLOCK_FIELDS)
     return reading | ({"error": said} if isinstance(said, str) else dict(zip(CLOCK_FIELDS, said, strict=False)))

@@ -40,7 +40,7 @@ STOP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """What a run of the script gave; `problem` is empty when all batches were measured."""
+    """Results of a run of the script; `problem` is empty when all batches were measured."""
 
     record: dict[str, Any]
     problem: str

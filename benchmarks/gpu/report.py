@@ -280,7 +280,7 @@ def _ms(value: float | None) -> str:
 
 
 def ratio(peer: float | None, ours: float | None) -> str:
-    """How many times as long the peer takes."""
+    """Compute how many times as long the peer takes."""
     return f"{peer / ours:.2f}x" if ours and peer else "-"
 
 

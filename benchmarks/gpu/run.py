@@ -295,7 +295,7 @@ class GpuRun:
         self._step("vllm", config.name, needed, work)
 
     def _wait_free(self) -> None:
-        """What ran before may still be giving its memory back."""
+        """Wait for memory that an earlier process may still be giving back."""
         import torch
 
         from benchmarks.gpu.ours import free_device_memory

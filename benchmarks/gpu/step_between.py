@@ -1,4 +1,4 @@
-"""What lies between the graphs of decode steps that follow each other, by part.
+"""Measure the time between the graphs of decode steps that follow each other, by part.
 
 Used by `benchmarks.gpu.step_time`. The parts are put on the stream again and again without waiting, first the graph
 alone, then more and more of what a step puts around it; the last measure is the executor's own: steps that are

@@ -90,7 +90,7 @@ def small_spec() -> Gemma3Spec:
 
 
 def case_shape(case: StepCase) -> EngineShape:
-    """What the kernels of a case are made for."""
+    """Make the shape that a case's kernels are made for."""
     weights = FP8 if case.fp8 else replace(Q4_0, minimums=MINIMUMS) if case.q4 else PLAIN[case.dtype]
     return EngineShape(small_spec(), case.dtype, weights, case.kv_dtype or case.dtype, PAGE_TOKENS)
 
@@ -100,7 +100,7 @@ def check_step(
     say: Callable[[str], None],
     table_of: Callable[[EngineShape, str], KernelTable | None] = lambda shape, target: None,
 ) -> list[str]:
-    """What is wrong, in sentences; nothing if all is right. `table_of(shape, target)` may have kernels already;
+    """Return sentences on faults; nothing if all is right. `table_of(shape, target)` may have kernels already;
     others are compiled."""
     shape = case_shape(case)
     spec, kv_dtype = shape.spec, shape.kv_dtype

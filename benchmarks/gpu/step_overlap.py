@@ -1,4 +1,4 @@
-"""What overlapping launches do to a step in a graph of the triton backend: the same results, in which time.
+"""Compare steps with and without overlapping launches in a graph of the triton backend: results and times.
 
 Used by `benchmarks.gpu.step_time` and `benchmarks.gpu.step_check`. The kernels of a chain (`plugins.dependent`) can be
 launched ordinarily too; a graph of such launches is the reference. Invariant: `replay_problems` compares every bit of
@@ -41,7 +41,7 @@ class OneByOne:
 
 
 def overlapping(executor: TritonExecutor) -> int:
-    """How many of the engine's kernels may be launched before the one in front has ended."""
+    """Count the engine's kernels that may be launched before the one in front has ended."""
     return len({entry.kernel.name for entry in executor.model.table.all_entries() if entry.kernel.dependent})
 
 

@@ -32,7 +32,7 @@ Adversary = Callable[[random.Random, int], Iterator[Prompt]]
 
 
 def _recent(rng: random.Random, chains: Sequence[Chain]) -> int:
-    """How many were used since: log-uniform."""
+    """Draw how many were used since: log-uniform."""
     return int(len(chains) ** rng.random()) - 1
 
 

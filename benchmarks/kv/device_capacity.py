@@ -1,4 +1,4 @@
-"""How much of repeated prompts the device's KV memory finds, beside what an oracle of the future would.
+"""Measure how much of repeated prompts the device's KV memory finds, beside an oracle of the future.
 
     python -m benchmarks.kv.device_capacity [--gib 80] [--tokens 2048,8192] [--fill 0.9,1.2,1.5] [--max-sequences 8,64]
 

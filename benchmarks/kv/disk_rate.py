@@ -1,4 +1,4 @@
-"""How fast the disk tier moves pages, beside plain O_DIRECT reads and writes of the same sizes by as many threads.
+"""Measure the disk tier moving pages, beside plain O_DIRECT reads and writes of the same sizes by as many threads.
 
     python -m benchmarks.kv.disk_rate DIRECTORY [--pages 400] [--threads 4] [--page-bytes 2621440] [--rounds 3]
 

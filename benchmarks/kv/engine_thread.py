@@ -1,4 +1,4 @@
-"""What the engine's thread spends on a prompt whose prefix is computed, on the device or in host memory.
+"""Measure the engine's thread on a prompt whose prefix is computed, on the device or in host memory.
 
     python -m benchmarks.kv.engine_thread [--tokens 8192,32768,131072] [--repeat 7] [--profile device]
 

@@ -178,7 +178,7 @@ def room_gib() -> float:
 
 
 def turn_orders(order: str, rng: random.Random) -> Iterator[list[int]]:
-    """Which conversations take their turn, round by round. "zipf": the n-th most popular with weight 1 / n."""
+    """Choose conversations that take their turn, round by round. "zipf": the n-th most popular with weight 1 / n."""
     every = list(range(SESSIONS))
     weights = [1 / (n + 1) for n in every]
     for turn in range(TURNS):
@@ -213,7 +213,7 @@ def one_round(engine: Engine, history: list[list[int]], order: list[int], rng: r
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[dict[str, float]]:
-    """Where a round's time goes: seconds of the engine's steps by kind, and samples of the tiers, every SAMPLE_S, while
+    """Time a round by part: seconds of the engine's steps by kind, and samples of the tiers, every SAMPLE_S, while
     the disk reads. Of a step also what its thread took, waits for the device and the tiers apart: by the clock, and as
     CPU time. Where that is far less, the thread waited for the interpreter, the driver or a processor."""
     found, over, tiers = dict[str, float](), threading.Event(), engine.core.scheduler.manager.tiers
@@ -323,7 +323,7 @@ def sessions(path: Path, arm: str, order: str, disk: Path, **flags: Any) -> tupl
 
 
 def traffic(tier: TierStats) -> dict[str, Any]:
-    """What a tier moved, and at what rate while it moved."""
+    """Return the bytes that a tier moved, and the rate while it moved."""
     moved = {"read": (tier.read_bytes, tier.read_seconds), "write": (tier.write_bytes, tier.write_seconds)}
     found = {f"{way}_gb": round(count / 1e9, 1) for way, (count, _) in moved.items()}
     found |= {f"{way}_gb_per_s": round(count / s / 1e9, 1) for way, (count, s) in moved.items() if s}

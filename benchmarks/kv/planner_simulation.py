@@ -68,8 +68,8 @@ DISK_RATES = (0.25e9, 0.5e9, 1e9, 2e9, 4e9, 7e9)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What else goes on: our share of the step budget, seconds in the queue, the disk's backlog in seconds, and the
-    swing of its rate (background traffic: faster and slower by this share, in turns of 0.1 s)."""
+    """Load beside the request: our share of the step budget, seconds in the queue, the disk's backlog in seconds, and
+    the swing of its rate (background traffic: faster and slower by this share, in turns of 0.1 s)."""
 
     name: str
     share: float = 1.0
@@ -256,7 +256,7 @@ def oracle(world: World) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How far estimates are off: log-normal with this spread, cut at `limit`. A meter (`kv/prefix/rates.py`) whose
+    """Errors of estimates: log-normal with this spread, cut at `limit`. A meter (`kv/prefix/rates.py`) whose
     observations scatter by 20 % is off by 20 % x sqrt(0.25 / 1.75) = 8 %."""
 
     spread: float = 0.08
@@ -267,7 +267,7 @@ class Noise:
 
 
 def estimate(world: World, noise: Noise, rng: random.Random) -> Rates:
-    """What the planner believes of this world."""
+    """Make the planner's estimates of this world."""
     true = world.compute
     compute = replace(
         true,
@@ -309,7 +309,7 @@ def grid(profiles: Sequence[Profile] = PROFILES, longest: int = 131_072) -> Iter
 
 
 def run_stalls(cell: Cell, noise: Noise, rng: random.Random) -> Iterator[CellResult]:
-    """The same request on a disk that stops at ten points of the chosen load and never comes back."""
+    """Run the request on a disk that stops at ten points of the chosen load and never comes back."""
     world = World(cell)
     rates = estimate(world, noise, rng)
     made = choose_load(world.total, 0, world.candidates, *rates)

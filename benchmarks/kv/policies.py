@@ -59,7 +59,7 @@ def scan_trace(rng: random.Random, capacity: int) -> Iterator[Chain]:
 
 
 def loop(size: float) -> Workload:
-    """The same requests in the same order for ever; `size` cache-fulls of them."""
+    """Repeat requests in one order for ever; `size` cache-fulls of them."""
 
     def requests(rng: random.Random, capacity: int) -> Iterator[Chain]:
         chains = _catalogue(rng, _Pages(), capacity, size)

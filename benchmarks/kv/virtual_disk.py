@@ -40,8 +40,9 @@ Told = Callable[[Outcome], None]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is true. `disk` are (second, bytes/s from then on), the first at 0; a read takes `latency_s` more, and one
-    in `slow_in` takes `slow_s`. Steps are those of a `gpu` (`docs/benchmarks/log.md`), `speed` times as fast."""
+    """True rates of a simulated machine. `disk` are (second, bytes/s from then on), the first at 0; a read takes
+    `latency_s` more, and one in `slow_in` takes `slow_s`. Steps are those of a `gpu` (`docs/benchmarks/log.md`),
+    `speed` times as fast."""
 
     disk: tuple[tuple[float, float], ...]
     latency_s: float = 1e-3
@@ -75,7 +76,7 @@ class World:
 
 
 class Events:
-    """What happens beside the engine's thread, and when."""
+    """Events beside the engine's thread, and their times."""
 
     def __init__(self) -> None:
         self.now = 0.0

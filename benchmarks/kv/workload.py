@@ -108,7 +108,7 @@ def choose_sizes(shape: TrafficShape, spec: Gemma3Spec, page_tokens: int, itemsi
 
 
 class Prompts(Protocol):
-    """Where a replay takes prompts from and brings answers to."""
+    """Source of a replay's prompts, which takes its answers too."""
 
     def prompt(self, turn: Turn) -> tuple[int, ...]: ...
 

@@ -1,1 +1,1 @@
-"""What serving costs: the engine's thread beside the front, and the front itself."""
+"""Costs of serving: the engine's thread beside the front, and the front itself."""

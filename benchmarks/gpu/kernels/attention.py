@@ -142,7 +142,7 @@ class Kernel:
         return run
 
     def check(self, model: AttentionSizes, kv: str, prefill: bool, device: str) -> str:
-        """What is wrong, or nothing."""
+        """Return the faults, if any."""
         import torch
 
         lengths = [700, 1, 130, 1000] if prefill else [0, 1, 33, 700, 1024, 1500]

@@ -70,7 +70,7 @@ Row = tuple[str, str, int]
 
 @dataclass
 class Sweep:
-    """What was measured so far."""
+    """Measurements so far."""
 
     target: str
     quick: bool

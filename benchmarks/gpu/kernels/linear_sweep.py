@@ -1,4 +1,4 @@
-"""Which configurations of the linear kernels are worth a try, and how long a launch takes on a GPU.
+"""Configurations of the linear kernels that are worth a try, and times of their launches on a GPU.
 
 Needs torch, triton and cuda-bindings where it is used (imported inside). Invariant: what is timed reads other weights
 at each launch, more of them than L2 holds, and its last launch is compared with float32 arithmetic.
@@ -184,7 +184,7 @@ class Weights:
 
 
 def launches_of(count: int, bytes_each: int) -> int:
-    """How many launches a graph takes: whole rounds over `count` matrices."""
+    """Count the launches of a graph: whole rounds over `count` matrices."""
     wanted = max(count, min(LAUNCHES, int(GRAPH_BYTES / 8 // bytes_each)))
     return div_ceil(wanted, count) * count
 

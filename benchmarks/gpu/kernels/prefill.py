@@ -1,4 +1,4 @@
-"""What large steps and E4M3 rows cost on a GPU, choice by choice: python -m benchmarks.gpu.kernels.prefill
+"""Measure large steps and E4M3 rows on a GPU, choice by choice: python -m benchmarks.gpu.kernels.prefill
 
     [--rows 1024,2048,4096,8192] [--no-products] [--no-kernels] [--out FILE.json]
 
