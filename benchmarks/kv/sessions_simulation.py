@@ -14,7 +14,6 @@ import argparse
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median, quantiles
 
 from benchmarks.kv.disk_simulation import Engine, Sizes
@@ -57,7 +56,8 @@ def usable(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
             return any(tier(group, key) is not None for tier in tiers)
 
         whole = next((i for i, key in enumerate(pages.keys) if not there(GLOBAL, key)), len(pages.keys))
-        found[name] = PAGE_TOKENS * manager.find_longest_window(pages, whole, partial(there, LOCAL))
+        local = [there(LOCAL, key) or None for key in pages.keys[:whole]]
+        found[name] = PAGE_TOKENS * manager.find_longest_window(pages, whole, local)
     return found
 
 

@@ -9,7 +9,7 @@ with finite logits has read it. A page that a step with other logits read leaves
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
@@ -124,27 +124,30 @@ class KVCacheManager:
             return PrefixHit(0, 0, in_flight=False)
         pages.name_pages(tokens)
         limit = min(len(pages.keys), (len(tokens) - 1) // self.page_tokens)
-        reachable = limit
+        reachable, found = limit, list[int | None]()
         if GLOBAL in self.pools:
-            found = self.pools[GLOBAL].find_slot
-            reachable = next((i for i in range(limit) if found(pages.keys[i]) is None), limit)
-        best = self.find_longest_window(pages, reachable, lambda key: self.pools[LOCAL].find_slot(key) is not None)
+            slots = enumerate(map(self.pools[GLOBAL].find_slot, pages.keys[:limit]))
+            reachable = next((i for i, slot in slots if slot is None), limit)
+        if LOCAL in self.pools:
+            found = list(map(self.pools[LOCAL].find_slot, pages.keys[:reachable]))
+        best = self.find_longest_window(pages, reachable, found)
         following = best + 1  # the first start behind the hit
         while following in pages.barred:
             following += 1
         in_flight = following <= limit and pages.keys[following - 1] in self._computing
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
-    def find_longest_window(self, pages: SequencePages, reachable: int, found: Callable[[bytes], object]) -> int:
-        """Find the largest start n <= reachable so that `found` holds for all local pages of the window before it."""
-        keys, n = pages.keys, pages.find_start(reachable)
+    def find_longest_window(self, pages: SequencePages, reachable: int, found: Sequence[object]) -> int:
+        """Find the largest start n <= reachable so that all local pages of the window before it are `found`, not None
+        there."""
+        n = pages.find_start(reachable)
         while n > 0 and LOCAL in self.pools:
             first = self.first_visible_page(n * self.page_tokens)
-            gap = next((i for i in range(n - 1, first - 1, -1) if not found(keys[i])), None)
+            gap = next((i for i in range(n - 1, first - 1, -1) if found[i] is None), None)
             if gap is None:
                 break
             n = gap  # every longer window has this gap too
-            while n > 0 and not found(keys[n - 1]):
+            while n > 0 and found[n - 1] is None:
                 n -= 1
             n = pages.find_start(n)
         return n
@@ -155,7 +158,7 @@ class KVCacheManager:
         first = self.first_visible_page(hit.tokens)
         for group, pool in self.pools.items():
             start = first if group == LOCAL else 0
-            slots = [slot for key in pages.keys[start:count] if (slot := pool.find_slot(key)) is not None]
+            slots = [slot for slot in map(pool.find_slot, pages.keys[start:count]) if slot is not None]
             assert len(slots) == max(0, count - start), "a hit was attached after its pages left (I2)"
             pool.acquire_slots(slots)
             pages.extend_table(group, [-1] * start + slots)

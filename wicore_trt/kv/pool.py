@@ -54,6 +54,7 @@ class PagePool:
         self.page_of: list[Page | None] = [None] * num_pages
         """By slot: the page that it was published as."""
         self._slot_of: dict[bytes, int] = {}
+        self.find_slot: Callable[[bytes], int | None] = self._slot_of.get
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Cached slots that are not spare, in the order of their release, as are the spare ones."""
         self.spare: OrderedDict[int, None] = OrderedDict()
@@ -75,9 +76,6 @@ class PagePool:
     @property
     def used_slots(self) -> int:
         return self._slabs.used_slots[self._group]
-
-    def find_slot(self, key: bytes) -> int | None:
-        return self._slot_of.get(key)
 
     def in_use(self, key: bytes) -> bool:
         """Say whether a sequence holds the page named `key`."""

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from queue import SimpleQueue
 
 from wicore_trt.arithmetic import div_ceil
@@ -114,23 +115,20 @@ class PrefixLoader:
         manager, keys = self._manager, pages.keys
         limit = min(len(keys), (total - 1) // manager.page_tokens)
         start, group = hit.tokens // manager.page_tokens, manager.chain_group
-        where = self.tiers.find_tiers(group, keys[start:limit], manager.pools[group].find_slot)
-        reach = start + len(where)
-        found: list[Candidate] = []
-
-        def find_tier(key: bytes) -> str | None:
-            on_device = manager.pools[LOCAL].find_slot(key) is not None
-            return "device" if on_device else self.tiers.find_tier(LOCAL, key)
-
-        n = manager.find_longest_window(pages, reach, find_tier)
+        begin = min(start, manager.first_visible_page((start + 1) * manager.page_tokens))
+        above = chain(repeat(True, start - begin), map(manager.pools[group].find_slot, keys[start:limit]))
+        beside = map(manager.pools[LOCAL].find_slot, keys[begin:limit]) if LOCAL in manager.pools else repeat(None)
+        where, windows = self.tiers.find_tiers(keys[begin:limit], above, beside)
+        windows = [*repeat(None, begin), *(windows if group == GLOBAL else where)]  # nothing starts before `begin`
+        found, where = list[Candidate](), where[start - begin :]
+        n = manager.find_longest_window(pages, start + len(where), windows)
         while n > start and len(found) < MAX_CANDIDATES:
-            window: Counter[str] = Counter()
-            if LOCAL in manager.pools:
-                for key in keys[manager.first_visible_page(n * manager.page_tokens) : n]:
-                    window[find_tier(key) or "host"] += self._page_bytes[LOCAL]
+            first = manager.first_visible_page(n * manager.page_tokens)
+            tiers = Counter(filter(None, windows[first:n]))
+            window = {tier: count * self._page_bytes[LOCAL] for tier, count in tiers.items()}
             page_bytes = self._page_bytes[GLOBAL] if group == GLOBAL else 0
-            found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, dict(window)))
-            n = manager.find_longest_window(pages, n - 1, find_tier)
+            found.append(Candidate(n * manager.page_tokens, where, manager.page_tokens, page_bytes, window))
+            n = manager.find_longest_window(pages, n - 1, windows)
         return found
 
     def prefetch_prefix(self, pages: SequencePages, total: int, hit: PrefixHit, compute: ComputeRate) -> None:
@@ -170,16 +168,18 @@ class PrefixLoader:
         False, and no change, unless the local pool has room for the window and `spare` more pages."""
         manager, size = self._manager, self._manager.page_tokens
         first, stop = chosen.start // size, chosen.stop // size
-        window, items = self._window_slots(pages, stop, spare)
+        read = list[LoadItem]()  # that are not in host memory
+        window, items = self._window_slots(pages, stop, spare, read)
         if window is None:
             return False
         found: dict[int, int] = {}
         if manager.chain_group == GLOBAL:
             pool, table, keys = manager.pools[GLOBAL], pages.tables[GLOBAL], pages.keys
             wanted = range(stop - 1, first - 1, -1)
-            found = {i: slot for i in wanted if (slot := pool.find_slot(keys[i])) is not None}
+            slots = zip(wanted, map(pool.find_slot, reversed(keys[first:stop])), strict=True)
+            found = {i: slot for i, slot in slots if slot is not None}
             lacking = [i for i in wanted if i not in found] if found else wanted
-            items += self._make_items(pages, GLOBAL, lacking, [table[i] for i in lacking])
+            items += self._make_items(pages, GLOBAL, lacking, [table[i] for i in lacking], read)
             # beside the table's own slots, which the sequence may write until it jumps
             pool.acquire_slots(found.values())
         absent = {item.page.index for item in items if item.page.group == LOCAL}
@@ -190,27 +190,31 @@ class PrefixLoader:
         )  # fmt: skip
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expect_pages(load.expected)
-        on_disk = self.tiers.disk is not None
-        read = [item for item in items if on_disk and self.tiers.find_tier(*item.page.name) != "host"]
-        now, from_disk = self._clock(), sum(self._page_bytes[item.page.group] for item in read)
         load.mark_unread(read)
+        now, from_disk = self._clock(), sum(len(load.unread[g]) * count for g, count in self._page_bytes.items())
         self._begun[load] = BegunLoad(chosen, chosen, now, from_disk, came_at=now)
         self.tiers.loads.begin_load(load)
         return True
 
     def _make_items(
-        self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int]
+        self, pages: SequencePages, group: str, places: Sequence[int], slots: Sequence[int], read: list[LoadItem]
     ) -> list[LoadItem]:
-        """Make the items that load these pages into these slots, with the identities that a tier has."""
-        found = self.tiers.find_identities(group, [pages.keys[i] for i in places])
-        known = [
-            page if page is not None and page.tokens else pages.make_page(group, i)
-            for i, page in zip(places, found, strict=True)
-        ]
-        pages.known[group].update(zip(places, known, strict=True))
-        return list(map(LoadItem, known, slots))
+        """Make the items that load these pages into these slots, with the identities that the nearest tier has. Those
+        that are not in host memory, with a disk, are put into `read`, too."""
+        known, keys, items = pages.known[group], pages.keys, list[LoadItem]()
+        host, disk = self.tiers.host, self.tiers.disk
+        for i, slot in zip(places, slots, strict=True):
+            here = host.find_copy(group, keys[i])
+            copy = disk.find_copy(group, keys[i]) if here is None and disk is not None else here
+            known[i] = page = copy.page if copy is not None and copy.page.tokens else pages.make_page(group, i)
+            items.append(item := LoadItem(page, slot))
+            if disk is not None and (here is None or here.being_read):
+                read.append(item)
+        return items
 
-    def _window_slots(self, pages: SequencePages, stop: int, spare: int) -> tuple[list[int] | None, list[LoadItem]]:
+    def _window_slots(
+        self, pages: SequencePages, stop: int, spare: int, read: list[LoadItem]
+    ) -> tuple[list[int] | None, list[LoadItem]]:
         """Take slots for the local window before page `stop`; return them and the items that fill those the device
         lacks. None, and no change, unless there is room and `spare` more."""
         manager = self._manager
@@ -218,14 +222,15 @@ class PrefixLoader:
             return [], []
         pool = manager.pools[LOCAL]
         wanted = range(manager.first_visible_page(stop * manager.page_tokens), stop)
-        held = {i: slot for i in wanted if (slot := pool.find_slot(pages.keys[i])) is not None}
+        found = zip(wanted, map(pool.find_slot, pages.keys[wanted.start : stop]), strict=True)
+        held = {i: slot for i, slot in found if slot is not None}
         pool.acquire_slots(held.values())
         lacking = [i for i in wanted if i not in held]
         fresh = pool.allocate_slots(len(lacking)) if len(lacking) + spare <= pool.available_slots else None
         if fresh is None:
             pool.release_slots(held.values())
             return None, []
-        items = self._make_items(pages, LOCAL, lacking, fresh)
+        items = self._make_items(pages, LOCAL, lacking, fresh, read)
         slots = held | {item.page.index: item.slot for item in items}
         return [slots[i] for i in wanted], items
 

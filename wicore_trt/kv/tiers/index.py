@@ -153,6 +153,10 @@ class TierIndex:
             return None
         return node.carrier if group == self.primary else node.local
 
+    def find_nodes(self, keys: Iterable[bytes]) -> Iterator[TierNode | None]:
+        """Find what is here of each of these pages."""
+        return map(self._nodes.get, keys)
+
     def find_ready(self, group: str, key: bytes) -> TierCopy | None:
         """Find the copy of a page, if it can be read."""
         node = self._nodes.get(key)  # not by `find_copy`: each prompt asks for all its pages

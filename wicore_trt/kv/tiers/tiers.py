@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from queue import Empty
 from typing import TYPE_CHECKING
 
@@ -68,25 +69,30 @@ class LowerTiers:
             return "reading" if here.being_read else "host"
         return "disk" if self.disk is not None and self.disk.find_ready(group, key) is not None else None
 
-    def find_identities(self, group: str, keys: Iterable[bytes]) -> list[Page | None]:
-        """Find the identities of pages, as the nearest tier knows them; None for a page that no tier has."""
-        found, host = list[Page | None](), self.host.find_copy
-        for key in keys:
-            copy = host(group, key)
-            if copy is None and self.disk is not None:
-                copy = self.disk.find_copy(group, key)
-            found.append(copy.page if copy is not None else None)
-        return found
-
-    def find_tiers(self, group: str, keys: Iterable[bytes], above: Callable[[bytes], object]) -> list[str]:
-        """`find_tier` of the pages of a chain, up to one that no tier has; "device" for those that `above` knows."""
-        found, where = list[str](), self.find_tier
-        for key in keys:
-            tier = "device" if above(key) is not None else where(group, key)
-            if tier is None:
+    def find_tiers(
+        self, keys: Sequence[bytes], above: Iterable[object], beside: Iterable[object]
+    ) -> tuple[list[str], list[str | None]]:
+        """`find_tier` of the pages of a chain up to one that no tier has, and of the local ones beside them. "device"
+        for those that are `above` and `beside`: not None there."""
+        below = self.disk.find_nodes(keys) if self.disk is not None else repeat(None)
+        found, local, ready = list[str](), list[str | None](), CopyState.READY
+        for slot, other, here, there in zip(above, beside, self.host.find_nodes(keys), below, strict=False):
+            if slot is not None:
+                found.append("device")
+            elif here is not None and (copy := here.carrier) is not None:
+                found.append("reading" if copy.being_read else "host")
+            elif there is not None and (copy := there.carrier) is not None and copy.state is ready:
+                found.append("disk")
+            else:
                 break
-            found.append(tier)
-        return found
+            if other is not None:
+                local.append("device")
+            elif here is not None and (copy := here.local) is not None:
+                local.append("reading" if copy.being_read else "host")
+            else:
+                copy = there.local if there is not None else None
+                local.append("disk" if copy is not None and copy.state is ready else None)
+        return found, local
 
     def is_writing(self, group: str, key: bytes) -> bool:
         """True while a page is on its way to a tier."""
