@@ -167,6 +167,24 @@ def test_a_step_runs_the_last_ones_operators_again_only_where_they_are_its_own(
         assert not probed or torch.equal(*queries)
 
 
+def test_a_step_that_lacked_memory_for_rotary_tables_makes_them_when_it_runs_again(
+    lib: NativeLibrary, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack(*given: Any) -> Any:
+        raise MemoryError
+
+    model = Engine(lib, tiny_spec(), "bfloat16", rng)
+    monkeypatch.setattr(native_ops, "ROPE_BLOCK", 8)
+    model.run([piece(model.prompt(7), [0, 1])])
+    for _ in range(2):
+        model.run([piece(model.prompt(1), [0, 1], 7)])
+    step = [piece(model.prompt(1), [0, 1], 8)]
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(native_ops, "rope_table", lack)
+        model.run(step)
+    assert torch.equal(model.run(step), NativeOps(*model.of_native).compute_logits(model.inputs(step)))
+
+
 def test_a_step_that_samples_nothing_has_no_logits(lib: NativeLibrary, rng: torch.Generator) -> None:
     model = Engine(lib, tiny_spec(), "bfloat16", rng)
     assert model.run([piece(model.prompt(5), [0], sample=False)]).shape == (0, 131)

@@ -129,10 +129,10 @@ class NativeOps:
     ) -> torch.Tensor:
         """Compute a step by `model.gemma3.forward`. `probe` has its queries once logits are there. `features`
         [slots, tokens, hidden size] hold what the step's images have in place of embeddings."""
+        again, self._again = self._again, None
         stale = self._take_step(inputs, probe, features)
         usual = self._ranks is None and probe is None and not inputs.images
-        again, self._again = self._again if usual and not stale else None, None
-        if again is None or again[0] != self._rows:
+        if again is None or stale or not usual or again[0] != self._rows:
             out = forward(self, self._spec)
             commands = self._commands
         else:
@@ -151,8 +151,9 @@ class NativeOps:
         self._rows = {"tokens": inputs.token_ids.shape[0], "samples": inputs.sample_rows.shape[0]}
         stale = last >= self._rope_length
         if stale:
-            self._rope_length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
-            self._rope = {g: rope_table(self._spec.layer_group(g), self._rope_length) for g in self._geometry}
+            length = (last // ROPE_BLOCK + 1) * ROPE_BLOCK
+            self._rope = {g: rope_table(self._spec.layer_group(g), length) for g in self._geometry}
+            self._rope_length = length  # last: tables that memory lacked for are made by the next step
         for count, rows in self._rows.items():
             if rows > self._capacity[count]:
                 self._capacity[count], stale = 1 << (rows - 1).bit_length(), True
