@@ -219,7 +219,8 @@ def test_what_is_cached_is_not_encoded_again_and_gives_the_same_tokens(serving) 
 
 
 @SELDOM_TWO
-def test_preempted_and_parked_sequences_go_on_with_the_same_tokens(serving) -> None:
+def test_preempted_and_parked_sequences_go_on_with_the_same_tokens(serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 10.0)
     served = serving(device_bytes=130_000, host_bytes=400 * SLOT, sequences=6)
     served.serve(prompts_of(4), n=2, answer=60)
     stats = served.core.stats()

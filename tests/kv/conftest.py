@@ -1,4 +1,4 @@
-"""The disk's movers, one after the other."""
+"""Patience with a busy machine, and the disk's movers, one after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from native_calls import calls_of
 
 from wicore_trt.kv.disk import native
 from wicore_trt.plugins.cpu_library import open_library
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a checksum may take longer than an engine would wait for it, which then parks nothing."""
+    monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 10.0)
 
 
 @pytest.fixture(params=["python", "native"])

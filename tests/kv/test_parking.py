@@ -19,12 +19,6 @@ from wicore_trt.types import CacheHints, CachePriority, FinishReason
 SEED = int.from_bytes(os.urandom(4), "little")
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a checksum may take longer than an engine would wait for it."""
-    monkeypatch.setattr("wicore_trt.kv.tiers.tiers.RETAIN_S", 10.0)
-
-
 def crowded(path: Path | None = None, *, window: int = 8, host_slots: int = 400, seed: int = SEED, **settings) -> Stack:
     """Four long outputs fit a pool of 40 pages only two at a time."""
     shape = Shape(window=window, pages={GLOBAL: 40, LOCAL: 40}, max_sequences=8)
