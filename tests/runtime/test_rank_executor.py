@@ -301,7 +301,7 @@ def test_a_message_waits_while_the_other_side_is_alive() -> None:
 def test_a_rank_that_hangs_outside_of_an_exchange_ends_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
-    """What waits: memory to be locked, a step's message to be taken, or nothing."""
+    """Calls that wait for a rank: for memory to be locked, a step's message to be taken, or nothing."""
     write_tiny_source(tmp_path / "source")
     started, start = list[subprocess.Popen[bytes]](), ranks.start_beside
     monkeypatch.setattr(

@@ -137,7 +137,8 @@ class Core(ABC):
         """Tell whether a sequence has never had a place."""
 
     def _latest_start(self, request: GenerateRequest, now: float, cost_s: float) -> float:
-        """Return the stamp by which a request of prefill time `cost_s` must begin. Raises QueueFullError."""
+        """Return the stamp by which a request of prefill time `cost_s` must begin. Raises QueueFullError if
+        it is expected to wait longer."""
         if not self.limits.bound_waits:
             return math.inf
         outlook, left_s = self.make_outlook(), None if request.deadline is None else request.deadline - now

@@ -257,7 +257,8 @@ class KVCacheManager:
 
     def commit_tokens(self, pages: SequencePages, tokens: Sequence[int], begin: int, end: int, *, finite: bool) -> None:
         """Record that a step wrote positions [begin, end): publish full pages, let local pages slide out. `finite`
-        logits vouch for all pages that it read. Raises UnwrittenPageError."""
+        logits vouch for all pages that it read. Raises UnwrittenPageError when positions before `begin` were never
+        written."""
         size, tables, full = self.page_tokens, pages.tables, end // self.page_tokens
         index, start, left = begin // size, begin % size, end - begin
         while left > 0:

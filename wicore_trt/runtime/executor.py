@@ -204,7 +204,8 @@ class RequestExecutor(Protocol):
         reported as its last token. Raises WicoreError where the engine refuses this sequence alone."""
 
     def poll(self, timeout_s: float) -> list[TokenOutput]:
-        """Take new outputs, waiting at most `timeout_s` seconds. A sequence's last one has a finish reason."""
+        """Take new outputs, waiting at most `timeout_s` seconds. A sequence's last one has a finish reason. Raises when
+        the engine is broken."""
 
     def cancel(self, request_key: str, index: int) -> None:
         """End a submitted sequence and report nothing more of it. Unknown ones are ignored."""

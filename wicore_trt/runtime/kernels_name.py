@@ -2,6 +2,7 @@
 
 Page keys and the disk tier's namespace contain it, so pages of a wrong kernel are not found once it is mended.
 Must not know which kernels exist. Invariant (I1): equal names mean equal sources, libraries and `parts`.
+Paths and times are left out, so equal installations share pages.
 """
 
 from __future__ import annotations
