@@ -87,13 +87,14 @@ def _check_system() -> Finding:
 
 
 def _check_cpu() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from wicore_trt.cores import count_cores
+
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     lines = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
     values = {key.strip(): value.strip() for key, value in lines.items()}
     flags = set(values.get("flags", values.get("Features", "")).split())
     have = " ".join(flag for flag in ISA_FLAGS if flag in flags) or "no AVX"
-    return OK, f"{values.get('model name', platform.machine())}, {cores} cores, {have}", ""
+    return OK, f"{values.get('model name', platform.machine())}, {count_cores()} cores, {have}", ""
 
 
 def _check_memory() -> Finding:

@@ -285,17 +285,17 @@ def _read_settings(
 
 def _measure_machine(settings: Settings, report: Progress) -> Roof:
     """Measure this machine; returns the bounds of the engine of `settings` on it."""
-    import os
 
     from wicore_trt.bench.bound import ModelCost, measure_rates
     from wicore_trt.bench.report import Roof
+    from wicore_trt.cores import count_cores
     from wicore_trt.engine.manifest import read_manifest
 
     report("measuring the machine", 0, 1)
     manifest = read_manifest(Path(settings.engine or ""))
     head = manifest.weights.head or manifest.base_dtype
     cost = ModelCost.from_dtypes(manifest.spec, manifest.dtype, head, manifest.kv_dtype)
-    threads = settings.executor.threads or len(os.sched_getaffinity(0))
+    threads = settings.executor.threads or count_cores()
     roof = Roof(cost, measure_rates(settings.executor.device, threads=threads))
     report("measuring the machine", 1, 1)
     return roof

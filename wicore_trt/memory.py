@@ -30,9 +30,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     with suppress(OSError, StopIteration, ValueError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    for group, names in _memory_groups(root):
+    for group, system in find_groups("memory", root):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
-            limit, usage, total = names
+            limit, usage, total = _FILES[system]
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             cached = sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
             used = max(0, int((group / usage).read_text()) - cached)
@@ -51,19 +51,20 @@ def check_room(needed: int, what: str, fix: str) -> None:
         )
 
 
-def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of this process's memory control groups, innermost first, with their files' names."""
+def find_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, str]]:
+    """Yield the folders of this process's control groups that limit what `controller` names, "memory" or "cpu",
+    innermost first, each with its file system's type: cgroup2 or cgroup. `root`: the folder of /proc and /sys."""
     with suppress(OSError, ValueError):
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
             mount, _, system = line.partition(" - ")
             kind, _, options = system.split(" ", 2)
-            if kind not in _FILES or (kind == "cgroup" and "memory" not in options.split(",")):
+            if kind not in _FILES or (kind == "cgroup" and controller not in options.split(",")):
                 continue
             top, place = PurePosixPath(mount.split()[3]), PurePosixPath(mount.split()[4])
             for _, controllers, path in own:
-                if "memory" in controllers.split(",") if kind == "cgroup" else controllers == "":
+                if controller in controllers.split(",") if kind == "cgroup" else controllers == "":
                     inner = PurePosixPath(path)
                     inside = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
                     for folder in (inside, *inside.parents):
-                        yield root / place.relative_to("/") / folder, _FILES[kind]
+                        yield root / place.relative_to("/") / folder, kind

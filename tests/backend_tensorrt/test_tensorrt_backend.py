@@ -273,5 +273,5 @@ def test_plans_come_in_the_order_of_their_requests(
 
     monkeypatch.setattr(backend, "start", lambda: None)
     monkeypatch.setattr(backend, "finish", finish)
-    monkeypatch.setattr(backend.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(backend, "count_cores", lambda: 2)
     assert backend.build_plans(requests, tmp_path, ignore_progress) == list(ended) != order

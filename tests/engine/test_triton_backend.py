@@ -68,7 +68,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in SIZES.items():
         monkeypatch.setitem(CONFIG, name, value)  # type: ignore[arg-type]
     monkeypatch.setattr(triton_compile, "compile_kernel", described)
-    monkeypatch.setattr(triton_compile.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(triton_compile, "count_cores", lambda: 1)
     return write_tiny_source(tmp_path / "source")
 
 

@@ -1,4 +1,4 @@
-"""Memory that may still be taken: machines and control groups of both versions, made up and real."""
+"""Memory that may still be taken, and cores: machines and control groups of both versions, made up and real."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from wicore_trt import memory
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import available_bytes, check_room
 
@@ -102,3 +103,27 @@ def test_a_real_group(tmp_path: Path) -> None:
         assert 30 * MIB < int(done.stdout) < 64 * MIB
     finally:
         place.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "cores"),
+    [("max 100000", "max 100000", 6), ("250000 100000", "max 100000", 3), ("400000 100000", "50000 100000", 1),
+     ("900000 100000", "garbage", 6)],
+)  # fmt: skip
+def test_the_least_quota_of_nested_groups_bounds_cores(
+    outer: str, inner: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    machine(tmp_path, V2, "0::/pod/box")
+    write(tmp_path, {"sys/fs/cgroup/pod/cpu.max": outer, "sys/fs/cgroup/pod/box/cpu.max": inner})
+    assert count_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, 6), (150000, 2)])
+def test_a_quota_of_version_1_bounds_cores(
+    quota: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    machine(tmp_path, V1.format(top="/"), "5:cpu:/\n4:memory:/\n0::/")
+    write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000})
+    assert count_cores(tmp_path) == cores

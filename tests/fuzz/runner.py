@@ -124,6 +124,7 @@ def _child(seed: int, numbers: range, pipe: int) -> None:
     status = 1
     try:
         signal.signal(signal.SIGPROF, _expire)
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # as memory of threads counts below
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

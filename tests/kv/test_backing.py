@@ -104,7 +104,7 @@ def test_a_tier_that_is_closed_waits_for_no_more_than_a_piece(monkeypatch: pytes
 
 def test_memory_is_taken_in_small_steps_and_by_fewer_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of clearing and pieces of locking, one after the other; all threads clear only while the engine is idle."""
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(module, "count_cores", lambda: 8)
     monkeypatch.setattr(module, "PIECE_BYTES", 8 * SLOT)
     monkeypatch.setattr(module, "STEP_BYTES", 2 * SLOT)
     lock, inside, most, sizes = threading.Condition(), {"clear": 0, "pin": 0}, {"clear": 0, "pin": 0}, set()

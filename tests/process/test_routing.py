@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from itertools import count
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.port import EnginePort
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import QueueFullError, UnavailableError
 from wicore_trt.kv.disk.claim import share_secret
 from wicore_trt.kv.disk.tools import PurgeReport, add_reports, list_tiers
@@ -162,7 +162,7 @@ def test_the_machine_is_divided_and_its_replicas_have_one_secret(tmp_path):
     parts = [divide_settings(settings, i) for i in range(3)]
     assert {part.kv.host_bytes for part in parts} == {3}
     assert sum(part.kv.disk_bytes for part in parts) <= settings.kv.disk_bytes
-    assert sum(part.executor.threads for part in parts) <= max(3, len(os.sched_getaffinity(0)))
+    assert sum(part.executor.threads for part in parts) <= max(3, count_cores())
     assert [Path(part.kv.disk_path).name for part in parts] == ["replica-0", "replica-1", "replica-2"]
     one = load_settings(None, {"kv": {"host_bytes": 10, "disk_path": str(tmp_path)}})
     assert divide_settings(one, 0) is one

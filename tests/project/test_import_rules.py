@@ -29,6 +29,7 @@ ROOT_MODULES = (
     "checks",
     "files",
     "memory",
+    "cores",
     "memory_file",
     "progress",
     "scratch",
@@ -39,7 +40,7 @@ ROOT_MODULES = (
     "child_process",
     "worker_process",
 )
-PLAIN_DATA = ("wicore_trt.arithmetic", "wicore_trt.request_fields", "wicore_trt.weight_format")
+EVERYWHERE = ("wicore_trt.arithmetic", "wicore_trt.cores", "wicore_trt.request_fields", "wicore_trt.weight_format")
 """What every module may import."""
 BACKEND = (*ROOT_MODULES, "model", "checkpoint", "engine", "runtime", "plugins")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "collector": (),
     "files": ("errors",),
     "memory": ("errors",),
+    "cores": ("memory",),
     "memory_file": ("types",),
     "progress": (),
     "scratch": ("errors", "files"),
@@ -124,7 +126,7 @@ def violations(path: str, tree: ast.Module) -> list[str]:
     inner = module.removeprefix("wicore_trt").lstrip(".")
     allowed = next((rule for prefix, rule in MAY_IMPORT.items() if below(inner, prefix)), None)
     for name in imports(tree):
-        known = name.startswith(PLAIN_DATA) or name in ("wicore_trt", "wicore_trt.__version__")
+        known = name.startswith(EVERYWHERE) or name in ("wicore_trt", "wicore_trt.__version__")
         if allowed is None or known or not below(name, "wicore_trt"):
             continue
         target = name.removeprefix("wicore_trt.")

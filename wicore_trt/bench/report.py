@@ -25,6 +25,7 @@ from typing import Any
 
 from wicore_trt.bench.bound import MachineRates, ModelCost, decode_bound_s, prefill_bound_s
 from wicore_trt.bench.measure import LATENCIES, LatencyPoint, Load, Summary
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import list_installed
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
@@ -131,7 +132,7 @@ def describe_machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu, "cores": count_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "load_1m": os.getloadavg()[0],
         "system": platform.platform(), "gpus": _list_gpus(),
     }  # fmt: skip

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from wicore_trt.cores import count_cores
 from wicore_trt.files import UntrustedFiles
 
 DIGEST_BYTES = 32
@@ -79,7 +80,7 @@ def hash_parts(
         for at in range(first, end, PIECE_BYTES)
     ]
     wholes = {name: hashlib.blake2b(digest_size=DIGEST_BYTES) for name in parts}
-    workers = min(len(pieces), os.cpu_count() or 1)
+    workers = min(len(pieces), count_cores())
     with door.open_file(path, buffering=0) as file, ThreadPoolExecutor(max(1, workers)) as pool:
         descriptor = file.fileno()
         run = pool.map if workers > 1 else map  # most files of an engine are one piece: they start no thread

@@ -12,7 +12,6 @@ import ctypes
 import io
 import math
 import mmap
-import os
 import platform
 import struct
 import warnings
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
 from wicore_trt import worker_process
+from wicore_trt.cores import count_cores
 from wicore_trt.plugins.cpu_library import open_library
 from wicore_trt.worker_process import JobFailure, WorkerLimits, serve_jobs
 
@@ -35,7 +35,7 @@ MAX_PIXELS = 1 << 26
 MIN_CROP, MAX_CROPS, MIN_RATIO = 256, 4, 1.2
 """Pan and scan: least side of a crop, most crops of an image, least ratio of its sides (processing_gemma3.py)."""
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation of EXIF to PIL.Image.Transpose
-THREADS = min(8, len(os.sched_getaffinity(0)))
+THREADS = min(8, count_cores())
 _POOL = ThreadPoolExecutor(THREADS)
 _library: ctypes.CDLL | None = None  # with `resize_rows` and `resize_columns`
 _open_capsule = ctypes.pythonapi.PyCapsule_GetPointer

@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from wicore_trt.config import Settings
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.types import REPLICA_HOME
 
@@ -29,7 +30,7 @@ def divide_settings(settings: Settings, replica: int) -> Settings:
     path = None if kv.disk_path is None else str(Path(kv.disk_path) / REPLICA_HOME.format(replica))
     host_bytes = max(1, kv.host_bytes // count) if kv.host_bytes else 0
     kv = replace(kv, host_bytes=host_bytes, disk_bytes=max(1, kv.disk_bytes // count), disk_path=path)
-    threads = executor.threads or max(1, len(os.sched_getaffinity(0)) // count)
+    threads = executor.threads or max(1, count_cores() // count)
     return replace(settings, kv=kv, executor=replace(executor, threads=threads))
 
 

@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from wicore_trt.child_process import child_command, import_named, start_beside
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError, RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
 from wicore_trt.runtime.batch import SequenceSlice, StepBatch, StepResult
@@ -156,7 +157,7 @@ class RankedExecutor:
         the engine that a rank runs: a function of path, options and exchange, at "module:function". `options.threads` 0
         shares the cores of this process. With `gpus` each rank has its own. Raises what the opener raises on any rank,
         EnvironmentUnfitError for too few GPUs, and RankError for a rank that ended or hangs."""
-        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+        threads = options.threads or max(1, count_cores() // ranks)
         options = replace(options, threads=threads)
         start = {"engine": str(engine), "opener": opener, "options": asdict(options)}
         self._group, self._local = _Ranks(ranks, start, _list_gpus(ranks) if gpus else []), cast(Any, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import threading
 import time
@@ -31,6 +30,7 @@ from wicore_trt.backends.tensorrt.plan_io import (
     plan_file,
     weight_tensors,
 )
+from wicore_trt.cores import count_cores
 from wicore_trt.engine.options import Backend, BuildOptions, check_equal_groups
 from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 
@@ -143,7 +143,7 @@ def build_plans(requests: list[PlanRequest], directory: Path, progress: Progress
             progress("plans", done, len(requests))
         return plan
 
-    with ThreadPoolExecutor(min(PARALLEL_BUILDS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(PARALLEL_BUILDS, count_cores())) as pool:
         futures: list[Future[Plan]] = [pool.submit(build, request) for request in requests]
         try:
             return [future.result() for future in futures]

@@ -22,6 +22,7 @@ from wicore_trt.backends.torch.native_ops import NativeOps, NativeWeights, expla
 from wicore_trt.backends.torch.ops import TorchModel, TorchOps
 from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
 from wicore_trt.backends.torch.weights import BLOCK_DTYPES, EngineTensors, fuse_weights, load_engine_tensors
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
@@ -72,8 +73,7 @@ class TorchExecutor:
         self.score_rows = SCORE_ROWS
         self.graph_sizes: dict[int, tuple[int, ...]] = {}
         self.slice_tokens = CPU_SLICE_TOKENS if self.device.type == "cpu" else GPU_SLICE_TOKENS
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.threads or min(torch.get_num_threads(), count_cores()))
         stream = _find_stream(self.device) if loaded.vision is not None else None
         self._active = nullcontext if stream is None else stream.active  # steps, images and copies share one stream
         self.images: FeatureEncoder | None = None  # before pools take what memory is left

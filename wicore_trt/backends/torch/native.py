@@ -7,7 +7,6 @@ several threads. native_args makes the operators' arguments.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from wicore_trt.backends.torch.native_args import Args, PackedWeight, check_address, find_format
+from wicore_trt.cores import count_cores
 from wicore_trt.plugins.cpu_library import library_name, open_library
 
 ISAS = ("avx512bf16", "avx2", "generic")
@@ -102,5 +102,5 @@ def load_library(path: Path | None = None) -> NativeLibrary | None:
     if lib is None:
         return None
     library = NativeLibrary(lib)
-    library.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    library.set_threads(count_cores())
     return library

@@ -20,6 +20,7 @@ from wicore_trt.backends.triton import table as triton_table
 from wicore_trt.backends.triton.kernel_list import list_kernels
 from wicore_trt.backends.triton.roles import Row
 from wicore_trt.backends.triton.table import EngineShape, KernelEntry, KernelTable, parse_config
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.plugins.aot import CompiledKernel, KernelSpec, compile_kernel
 
@@ -34,7 +35,7 @@ def compile_listed(
     Raises ConfigError for shapes or kernels that do not fit the target, EnvironmentUnfitError without Triton."""
     listed = list_kernels(shape, target)
     names = sorted({p.spec.name for p in listed})
-    count = min(workers or os.cpu_count() or 1, len(names) // KERNELS_PER_WORKER)
+    count = min(workers or count_cores(), len(names) // KERNELS_PER_WORKER)
     kernels: dict[str, CompiledKernel] = {}
 
     def report_done(kernel: CompiledKernel) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import threading
 import time
 from array import array
@@ -19,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError
 from wicore_trt.kv.disk.cipher import PageCipher
 from wicore_trt.kv.disk.files import Files, NotOursError
@@ -34,7 +34,7 @@ WIPE_BYTES = 8 << 20
 """How much is overwritten at a time, so that reads and writes get their turn."""
 QUEUE_LIMIT = 512
 """Reads, and writes, that wait at a tier's store."""
-DISK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+DISK_THREADS = max(1, min(8, count_cores() // 2))
 """Eight feed any disk, with the checks of what they read; where cores are few they compute."""
 DISK_TIMEOUT_S = 10.0
 """A read, or a write since it was begun, counts as failed after so long, and its page is computed again."""

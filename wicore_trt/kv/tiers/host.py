@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -24,6 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wicore_trt.arithmetic import div_ceil
+from wicore_trt.cores import count_cores
 from wicore_trt.kv.disk.io import Outcome, Probe
 from wicore_trt.kv.pages.page import Page
 from wicore_trt.kv.tiers.index import TierIndex
@@ -83,7 +83,7 @@ class Backing:
         self._advise_system(0, len(slab), MADV_HUGEPAGE)
         self._left = iter(range(0, len(slab), self._piece))
         self._lock, self._locking = threading.Lock(), threading.Lock()
-        self._clearing = threading.Semaphore(max(1, min(CLEARERS, (os.cpu_count() or 1) // 4)))
+        self._clearing = threading.Semaphore(max(1, min(CLEARERS, count_cores() // 4)))
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[int, int], None] = lambda first, stop: None
@@ -103,7 +103,7 @@ class Backing:
         self._tell = tell
         begun = self.ready * self._slot_bytes if self.locked else 0
         pieces = div_ceil(len(self._slab) - begun, self._piece)
-        for number in range(min(pieces, BACKERS, os.cpu_count() or 1)):
+        for number in range(min(pieces, BACKERS, count_cores())):
             thread = threading.Thread(target=self._take_pieces, name=f"wicore-kv-memory-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
