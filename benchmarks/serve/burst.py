@@ -1,19 +1,17 @@
 """Requests that come all at once, most of which cannot be met: how soon are they told?
 
-    python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc,wire] [--step-ms 20] [--sequences 32]
+    python -m benchmarks.serve.burst [--requests 500] [--over http,chat,grpc] [--step-ms 20] [--sequences 32]
                                      [--ttft-ms 450] [--clients N] [--connections 4] [--rounds 1]
 
 `wicore serve`'s own processes over an engine of fixed step time (`benchmarks.serve.paced`) that runs so many sequences
 at once and promises a first token within `--ttft-ms`. Clients in processes of their own, half of the cores unless
 `--clients` says, open their connections, wait for each other and send everything at once; over gRPC each has so many
-`--connections`, and a front gets the requests of those that the system gives it. `wire` is gRPC by a client of our own
-(`benchmarks.serve.wire`), so that what is seen is the server's time; what ends without a message counts as refused.
-Prints, for each surface, how many were served with their first token in time, how
-many later, how many were refused and how long after sending they knew, and that no other end came. The floor is the
-same burst on servers that look at nothing and refuse everything, as many as there are fronts: what this machine, these
-clients and, over gRPC, the library take. CPU is the fronts' alone, or those servers', for each request, and what the
-busiest of them took in all: no burst is told sooner. With `--rounds` all of it in turn, so that what else the machine
-does meets everything alike.
+`--connections`, and a front gets the requests of those that the system gives it. Prints, for each surface, how many
+were served with their first token in time, how many later, how many were refused and how long after sending they knew,
+and that no other end came. The floor is the same burst on servers that look at nothing and refuse everything, as many
+as there are fronts: what this machine, these clients and, over gRPC, the library take. CPU is the fronts' alone, or
+those servers', for each request, and what the busiest of them took in all: no burst is told sooner. With `--rounds` all
+of it in turn, so that what else the machine does meets everything alike.
 """
 
 from __future__ import annotations
@@ -80,30 +78,6 @@ async def over_grpc(channel: Any, start: asyncio.Event, ready: asyncio.Semaphore
     except grpc.aio.AioRpcError as error:
         return str(error.code().name), time.monotonic() - sent
     return "ok", taken
-
-
-async def over_wire(target: str, connections: int, requests: int) -> None:
-    """As `clients` does, by frames."""
-    from benchmarks.serve.wire import Connection
-    from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
-
-    loop, (host, _, port) = asyncio.get_running_loop(), target.rpartition(":")
-    sampling = pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
-    message = pb2.GenerateRequest(text=PROMPT, sampling=sampling).SerializeToString()
-    path = "/wicore.inference.v1.InferenceService/Generate"
-    made = [
-        (await loop.create_connection(lambda: Connection(path, message), host, int(port)))[1]
-        for _ in range(connections)
-    ]
-    for connection in made:
-        await connection.opened.wait()
-        await asyncio.gather(*connection.ask(1))
-    print("ready", flush=True)
-    await loop.run_in_executor(None, sys.stdin.readline)
-    shares = [requests // connections + (n < requests % connections) for n in range(connections)]
-    asked = [one for connection, share in zip(made, shares, strict=True) for one in connection.ask(share)]
-    ends = [("ok" if answered else "RESOURCE_EXHAUSTED", taken) for answered, taken in await asyncio.gather(*asked)]
-    print(json.dumps(ends), flush=True)
 
 
 class RefusesAll(asyncio.Protocol):
@@ -238,10 +212,7 @@ def main() -> None:
 
         uvloop.run(refuse_all([0, 0]))
     elif given.client:
-        if given.client == "wire":
-            asyncio.run(over_wire(given.target, given.connections, given.requests))
-        else:
-            asyncio.run(clients(given.client, given.target, given.connections, given.requests))
+        asyncio.run(clients(given.client, given.target, given.connections, given.requests))
     else:
         say(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {given.clients} client processes")
         results = [
