@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planner_simulation import Noise, grid, run_cell, run_stalls
 
-from benchmarks.kv.planner_simulation import Noise, grid, run_cell, run_stalls
 from wicore_trt.kv.prefix.planner import (
     BAND,
     CAUTION,
