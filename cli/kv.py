@@ -53,15 +53,6 @@ def simulate(
     window_bytes: Annotated[
         int, Option(min=0, metavar="N", help="KV bytes of sliding windows at one resume point.")
     ] = 436_207_616,
-    workers: Annotated[
-        int, Option(min=1, metavar="N", help="So many servers of this capacity each, behind a router.")
-    ] = 1,
-    routing: Annotated[
-        str, Option(help="With --workers: random, round-robin, affinity or affinity-load; several; or all.")
-    ] = "all",
-    tokens_per_second: Annotated[
-        float, Option(min=1, metavar="N", help="How fast a server computes prompts.")
-    ] = 10_000,
     coded: Annotated[
         bool, Option("--coded", help="kv.compression lossless: lower tiers hold a third more in the same memory.")
     ] = False,
@@ -77,7 +68,7 @@ def simulate(
 
     from wicore_trt.cli._ui import print_json, progress
     from wicore_trt.kv.policy.by_name import POLICIES
-    from wicore_trt.kv.study.simulate import ROUTINGS, Fleet, KVBytes, recompute_cost
+    from wicore_trt.kv.study.simulate import KVBytes, recompute_cost
     from wicore_trt.kv.study.simulate import simulate as replay
     from wicore_trt.kv.study.trace import count_unique_blocks, generate_trace, load_trace
 
@@ -95,28 +86,22 @@ def simulate(
         lower = {name: count * 4 // 3 for name, count in lower.items()}
         bytes_per_token, window_bytes = bytes_per_token * 3 // 4, window_bytes * 3 // 4
     sizes = [_parse_pages(text, unique, "capacity") for text in capacity.split(",")]
-    all_names = [*POLICIES, "belady"] if workers == 1 else [*POLICIES]  # one server's future is known beforehand
-    names = all_names if policy == "all" else policy.split(",")
+    names = [*POLICIES, "belady"] if policy == "all" else policy.split(",")
     options: dict[str, Any] = {
         "inclusive": inclusive,
         "page_cost": recompute_cost if recompute else None,
         "kv_bytes": KVBytes(bytes_per_token, window_bytes),
     }
-    routings = ["random"] if workers == 1 else [*ROUTINGS] if routing == "all" else routing.split(",")
     reports = []
     with progress(quiet=json) as report:
-        for name, size, route in product(names, sizes, routings):
-            report_one = partial(report, f"{name}, {size} pages" if workers == 1 else f"{route}, {name}, {size} pages")
-            fleet = Fleet(workers, route, tokens_per_second)
-            reports.append(
-                replay(requests, name, {"device": size, **lower}, fleet=fleet, progress=report_one, **options)
-            )
+        for name, size in product(names, sizes):
+            report_one = partial(report, f"{name}, {size} pages")
+            reports.append(replay(requests, name, {"device": size, **lower}, progress=report_one, **options))
     if json:
         about = {"trace": str(trace or title), "count_unique_blocks": unique}
         print_json({**about, "results": [r.to_dict() for r in reports]})
     else:
-        servers = "" if workers == 1 else f", {workers} workers"
-        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks{servers}", reports)
+        _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)
 
 
 def _parse_pages(text: str, unique: int, option: str) -> int:
@@ -135,19 +120,20 @@ def _parse_pages(text: str, unique: int, option: str) -> int:
 def _print_reports(title: str, reports: list[SimulationReport]) -> None:
     from wicore_trt.cli._ui import human_bytes, print_table
 
-    tiers, flows, several = list(reports[0].hit_tokens), list(reports[0].moved_bytes), reports[0].fleet.workers > 1
+    tiers, flows = list(reports[0].hit_tokens), list(reports[0].moved_bytes)
     columns = [
-        *(["routing"] if several else []), "policy", *(f"{tier} pages" for tier in tiers), "hit rate",
-        *(f"{tier} hits" for tier in tiers), *flows,
-        *(["busiest / mean", "wait mean s", "wait p99 s"] if several else []), "s",
-    ]  # fmt: skip
+        "policy",
+        *(f"{tier} pages" for tier in tiers),
+        "hit rate",
+        *(f"{tier} hits" for tier in tiers),
+        *flows,
+        "s",
+    ]
     rows = [
         [
-            *([r.fleet.routing] if several else []), r.policy, *r.capacity.values(), f"{r.hit_rate:.4f}",
+            r.policy, *r.capacity.values(), f"{r.hit_rate:.4f}",
             *(f"{r.hit_tokens[tier] / max(1, r.tokens):.4f}" for tier in tiers),
-            *(human_bytes(r.moved_bytes[flow]) for flow in flows),
-            *([f"{r.busy_share:.2f}", f"{r.wait_s[0]:.2f}", f"{r.wait_s[1]:.1f}"] if several else []),
-            f"{r.seconds:.1f}",
+            *(human_bytes(r.moved_bytes[flow]) for flow in flows), f"{r.seconds:.1f}",
         ]
         for r in reports
     ]  # fmt: skip

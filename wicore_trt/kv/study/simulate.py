@@ -1,27 +1,23 @@
-"""Replay a trace through one or more KV tiers, of one server or of several behind a router; count hits and bytes.
+"""Replay a trace through one or more KV tiers of a server; count hits and bytes.
 
 The hit of a request is the contiguous prefix found over all tiers. Its pages then enter the first tier, which may
 briefly exceed its capacity, as for a running sequence. Then every tier evicts down to its capacity, the request's own
-pages included. A router knows its workers' caches, as from KV events without delay, and how long each is busy; a prompt
-takes its uncached tokens over a rate, one prompt after another. It moves no data and must not know a clock. Invariants:
-after each request every tier is within its capacity and, in an exclusive hierarchy, a page is in one tier only.
+pages included. It moves no data and must not know a clock. Invariants: after each request every tier is within its
+capacity and, in an exclusive hierarchy, a page is in one tier only.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wicore_trt.errors import ConfigError
 from wicore_trt.kv.policy.by_name import make_policy
 from wicore_trt.kv.policy.policy import ChainPolicy, Node
 from wicore_trt.kv.study.trace import BLOCK_TOKENS, TraceRequest
 
 _NEVER = 1 << 60
-LEAST_SHARE = 0.3  # of a prompt, that a worker has for affinity to send it there; as routers have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +30,17 @@ class KVBytes:
     window: int = 436_207_616
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Servers behind a router. `routing` is a name of ROUTINGS; each server computes so many tokens of prompts."""
-
-    workers: int = 1
-    routing: str = "random"
-    tokens_per_second: float = 10_000.0
-
-
 @dataclass(slots=True)
 class SimulationReport:
-    """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target".
-    `busy_share`: computed tokens of the busiest worker over the mean. `wait_s`: mean and 99th percentile."""
+    """Report of a replay, in tokens of whole blocks: `hit_tokens` by tier, `moved_bytes` by "source_to_target"."""
 
     policy: str
     capacity: dict[str, int]
     inclusive: bool
-    fleet: Fleet
     requests: int = 0
     tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    busy_share: float = 0.0
-    wait_s: tuple[float, float] = (0.0, 0.0)
     seconds: float = 0.0
 
     @property
@@ -66,8 +49,7 @@ class SimulationReport:
 
     def to_dict(self) -> dict[str, Any]:
         rates = {tier: tokens / max(1, self.tokens) for tier, tokens in self.hit_tokens.items()}
-        found = asdict(self)
-        return {**found.pop("fleet"), **found, "hit_rate": self.hit_rate, "hit_rate_by_tier": rates}
+        return {**asdict(self), "hit_rate": self.hit_rate, "hit_rate_by_tier": rates}
 
 
 def simulate(
@@ -78,47 +60,28 @@ def simulate(
     inclusive: bool = False,
     page_cost: Callable[[int], float] | None = None,
     kv_bytes: KVBytes | None = None,
-    fleet: Fleet | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationReport:
-    """Replay `requests`, at least one, over servers, each with tiers of `capacity` pages from the nearest to the
-    farthest. `policy` is a name of `POLICIES` or, for one server, "belady". Exclusive tiers pass evicted pages down;
-    inclusive ones are written through when a page is made. Raises ConfigError for an unknown policy or routing."""
-    names, fleet, start = list(capacity), fleet or Fleet(), time.perf_counter()
-    if fleet.routing not in ROUTINGS:
-        raise ConfigError(f"No routing is called {fleet.routing!r}.", fix=f"Take one of {', '.join(ROUTINGS)}.")
-    future = (
-        find_next_uses([request.blocks for request in requests]) if policy == "belady" and fleet.workers == 1 else None
-    )
-    workers, waits = list[_Worker](), list[float]()
-    for _ in range(fleet.workers):
-        policies = [
-            make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
-            if future is None
-            else BeladyPolicy(capacity[name], future)
-            for i, name in enumerate(names)
-        ]
-        workers.append(_Worker(Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)))
-    report = SimulationReport(policy, dict(capacity), inclusive, fleet, len(requests), 0, dict.fromkeys(names, 0))
-    router, choose = _Router(workers, fleet.tokens_per_second), ROUTINGS[fleet.routing]
+    """Replay `requests` over tiers of `capacity` pages, from the nearest to the farthest. `policy` is a name of
+    `POLICIES` or "belady". Exclusive tiers pass evicted pages down; inclusive ones are written through when a page is
+    made. Raises ConfigError for an unknown policy."""
+    names, start = list(capacity), time.perf_counter()
+    future = find_next_uses([request.blocks for request in requests]) if policy == "belady" else None
+    policies = [
+        make_policy(policy, capacity[name], page_cost=page_cost, victim_cache=i > 0 and not inclusive)
+        if future is None
+        else BeladyPolicy(capacity[name], future)
+        for i, name in enumerate(names)
+    ]
+    tiers = Tiers(names, policies, kv_bytes or KVBytes(), inclusive=inclusive)
+    report = SimulationReport(policy, dict(capacity), inclusive, len(requests), 0, dict.fromkeys(names, 0))
     for i, request in enumerate(requests):
-        worker = workers[choose(router, request)]
-        hit, tokens = worker.tiers.serve(request), len(request.blocks) * BLOCK_TOKENS
-        for tier in hit:
+        for tier in tiers.serve(request):
             report.hit_tokens[names[tier]] += BLOCK_TOKENS
-        report.tokens += tokens
-        waits.append(worker.wait(request.at_s))
-        computed = tokens - len(hit) * BLOCK_TOKENS
-        worker.free_at = max(worker.free_at, request.at_s) + computed / fleet.tokens_per_second
-        worker.computed += computed
+        report.tokens += len(request.blocks) * BLOCK_TOKENS
         if progress is not None and (i % 64 == 0 or i + 1 == len(requests)):
             progress(i + 1, len(requests))
-    waits.sort()
-    report.wait_s = sum(waits) / len(waits), waits[int(len(waits) * 0.99)]
-    total = sum(worker.computed for worker in workers)
-    report.busy_share = max(worker.computed for worker in workers) * fleet.workers / max(1, total)
-    flows = workers[0].tiers.moved
-    report.moved_bytes = {flow: sum(worker.tiers.moved[flow] for worker in workers) for flow in flows}
+    report.moved_bytes = tiers.moved
     report.seconds = time.perf_counter() - start
     return report
 
@@ -248,58 +211,3 @@ class BeladyPolicy(ChainPolicy):
     def _learn_touch(self, path: list[Node], seen: int, signal: Sequence[float] | None) -> None:
         for node, use in zip(path, next(self._future), strict=True):
             node.uses = use
-
-
-@dataclass(slots=True)
-class _Worker:
-    tiers: Tiers
-    free_at: float = 0.0
-    computed: int = 0
-
-    def wait(self, now: float) -> float:
-        return max(0.0, self.free_at - now)
-
-
-@dataclass(slots=True)
-class _Router:
-    workers: list[_Worker]
-    tokens_per_second: float
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    turn: int = 0
-
-    def _count_hits(self, request: TraceRequest) -> list[int]:
-        """Count the blocks of the request that each worker has."""
-        return [len(worker.tiers.look_up(request.blocks)) for worker in self.workers]
-
-    def random(self, request: TraceRequest) -> int:
-        return self.rng.randrange(len(self.workers))
-
-    def round_robin(self, request: TraceRequest) -> int:
-        self.turn += 1
-        return self.turn % len(self.workers)
-
-    def affinity(self, request: TraceRequest) -> int:
-        """Choose any worker with the longest prefix, if that is LEAST_SHARE of the prompt; else a random one."""
-        hits = self._count_hits(request)
-        best = max(hits)
-        if best < LEAST_SHARE * len(request.blocks):
-            return self.random(request)
-        return self.rng.choice([i for i, hit in enumerate(hits) if hit == best])
-
-    def affinity_load(self, request: TraceRequest) -> int:
-        """Choose the soonest first token: the work ahead of the request, and its tokens to compute."""
-        hits = self._count_hits(request)
-
-        def ready(i: int) -> tuple[float, float]:
-            missing = (len(request.blocks) - hits[i]) * BLOCK_TOKENS
-            return self.workers[i].wait(request.at_s) + missing / self.tokens_per_second, self.rng.random()
-
-        return min(range(len(hits)), key=ready)
-
-
-ROUTINGS: dict[str, Callable[[_Router, TraceRequest], int]] = {
-    "random": _Router.random,
-    "round-robin": _Router.round_robin,
-    "affinity": _Router.affinity,
-    "affinity-load": _Router.affinity_load,
-}
