@@ -13,7 +13,7 @@ from tiny_gemma import TEXT_CONFIG, random_tensors, write_model
 from tiny_source import open_intact, write_tiny_tokenizer
 
 from wicore_trt.checkpoint.convert import convert
-from wicore_trt.checkpoint.format import build_config, open_checkpoint, window_pattern, write_config
+from wicore_trt.checkpoint.format import CheckpointForm, build_config, open_checkpoint, window_pattern, write_config
 from wicore_trt.checkpoint.records import FileRecord
 from wicore_trt.errors import CheckpointError
 from wicore_trt.model.hf_config import read_hf_config
@@ -25,7 +25,7 @@ SPEC = read_hf_config(TEXT_CONFIG)
 
 def test_config_has_tensorrt_llm_fields() -> None:
     origin = {"source": "x", "revision": "rev"}
-    config = build_config(SPEC, "bfloat16", BF16, 2, {"rank0.safetensors": FileRecord(3, "ab")}, origin)
+    config = build_config(CheckpointForm(SPEC, "bfloat16", BF16, 2), {"rank0.safetensors": FileRecord(3, "ab")}, origin)
     assert config["architecture"] == "Gemma3ForCausalLM"
     assert (config["head_size"], config["norm_epsilon"], config["rotary_base"]) == (16, 1e-6, 1e6)
     assert config["rope_local_base_freq"] == 1e4 and config["query_pre_attn_scalar"] == 24
@@ -43,7 +43,7 @@ def test_config_has_tensorrt_llm_fields() -> None:
 def test_config_without_scaling_or_pattern() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     spec = read_hf_config(TEXT_CONFIG | {"rope_scaling": None, "layer_types": types})
-    config = build_config(spec, "float16", FP8, 1, {}, {"source": "x"})
+    config = build_config(CheckpointForm(spec, "float16", FP8, 1), {}, {"source": "x"})
     assert "rotary_scaling" not in config and "sliding_window_pattern" not in config
     assert config["runtime_defaults"]["max_attention_window"] == [512, 32, 32]
     assert config["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"

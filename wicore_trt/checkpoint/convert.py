@@ -24,12 +24,9 @@ from wicore_trt.checkpoint.format import (
     READ_AS,
     TAGS,
     Checkpoint,
+    CheckpointForm,
     build_config,
-    find_storage,
-    list_parts,
     open_checkpoint,
-    rank_entries,
-    static_scales,
     vision_entries,
     write_config,
 )
@@ -166,7 +163,7 @@ class _Conversion:
         calibration: Calibration | None,
         progress: Progress,
     ) -> None:
-        self._source, self._directory, self._tp = source, directory, tp_size
+        self._source, self._directory = source, directory
         self._dtype = "bfloat16" if dtype in QUANTIZED else dtype
         self._read_as = source.describe_reading(dtype, None if calibration else source.static_scales)
         self._calibration, own = calibration, {} if calibration else source.static_scales
@@ -175,14 +172,11 @@ class _Conversion:
         weights = self._find_block_format(weights) if weights.group else weights
         static = calibration is not None or activation_scale_name(self._linears[0][0].name) in own
         self._weights = weights.calibrated if static else weights
-        self._kv_scales = calibration.kv_scales if calibration else kv_scale_name(0) in own
+        kv_scales = calibration.kv_scales if calibration else kv_scale_name(0) in own
+        self._form = CheckpointForm(source.spec, self._dtype, self._weights, tp_size, kv_scales=kv_scales)
         self._progress, self._report = progress, CastReport()
-        self._static = static_scales(source.spec, self._weights, self._kv_scales)
         self._scales: Mapping[str, np.ndarray] = own
-        self._entries = [
-            rank_entries(source.spec, self._dtype, self._weights, r, tp_size, kv_scales=self._kv_scales)
-            for r in range(tp_size)
-        ]
+        self._entries = [self._form.list_entries(rank) for rank in range(tp_size)]
         self._vision = vision_entries(source.vision, self._dtype) if source.vision else []
         self._total = sum(_count_bytes(entries) for entries in (*self._entries, self._vision))
 
@@ -250,8 +244,7 @@ class _Conversion:
             files[VISION] = self._write_vision()
         files |= {file.name: record_file(file) for file in tokenizer}
         origin |= {"vision": vision and vision.to_dict(), "flushed_to_zero": self._report.flushed_to_zero}
-        form = self._dtype, self._weights, self._tp
-        write_config(self._directory, build_config(spec, *form, files, origin, kv_scales=self._kv_scales))
+        write_config(self._directory, build_config(self._form, files, origin))
         read_as = filter(None, [self._read_as])
         return [*read_as, *self._source.notes, *notes, *self._describe_blocks(), *self._report.describe_losses()]
 
@@ -277,9 +270,9 @@ class _Conversion:
         return FileRecord(writer.size, writer.digest, writer.digests)
 
     def _write_tensor(self, tensor: UnifiedTensor, writers: list[SafetensorsWriter]) -> None:
-        shards = [shard_of(tensor, self._source.spec, rank, self._tp) for rank in range(self._tp)]
-        storage = find_storage(tensor.role, self._dtype, self._weights)
-        entries = list_parts(tensor, tensor.shape, self._dtype, self._weights)
+        form = self._form
+        shards = [shard_of(tensor, form.spec, rank, form.tp_size) for rank in range(form.tp_size)]
+        storage, entries = form.find_storage(tensor.role), form.list_parts(tensor)
         later: list[list[list[np.ndarray]]] = [[[] for _ in entries[1:]] for _ in shards]
         for part, name in enumerate(tensor.sources):
             shape = self._source.tensors[name].shape
@@ -301,7 +294,7 @@ class _Conversion:
             for (name, *_), pieces in zip(entries[1:], kept, strict=True):
                 for piece in pieces:
                     self._moved(writer.write(name, piece))
-        for name in self._static[tensor.name]:
+        for name in form.list_static(tensor):
             for writer in writers:
                 self._moved(writer.write(name, self._scales[name]))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,94 @@ FP8_TAG = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Opened unified checkpoint. `dtype` is that of embedding and head, `weights` the format of the linears."""
+class CheckpointForm:
+    """Facts that a checkpoint's tensors follow from. `dtype` is that of embedding and head, `weights` the format of the
+    linears. `kv_scales`: every layer has a scale for an FP8 KV cache."""
 
-    path: Path
-    config: dict[str, Any]
     spec: Gemma3Spec
     dtype: str
     weights: WeightFormat
     tp_size: int
+    kv_scales: bool = field(default=False, kw_only=True)
+
+    def find_storage(self, role: Role) -> str:
+        """Return the storage of a tensor: a base dtype or a name in LAYOUTS."""
+        if role is Role.NORM:
+            # 1 + w of norms in bfloat16 would move them by up to 0.4 %, so they are float32.
+            return "float32"
+        return self.weights.storage if role is Role.LINEAR else self.weights.head or self.dtype
+
+    def list_parts(self, tensor: UnifiedTensor, shape: tuple[int, ...] | None = None) -> list[TensorEntry]:
+        """List (name, safetensors tag, shape) of what stores a tensor, or its shard of `shape`: values, then scales,
+        then minimums. Raises CheckpointError for rows that are not whole blocks."""
+        shape, storage = tensor.shape if shape is None else shape, self.find_storage(tensor.role)
+        layout = LAYOUTS.get(storage)
+        if layout is None:
+            return [(tensor.name, TAGS[storage], shape)]
+        rows, k = shape
+        if layout.group and k % layout.group:
+            problem = f"{tensor.name} has rows of {k} values on a rank, which are not whole blocks of {layout.group}."
+            raise CheckpointError(problem, fix="Use fewer ranks (--tp), or --dtype bfloat16 or fp8.")
+        scales: tuple[int, ...] = (rows, k // layout.group) if layout.group else (rows,)
+        values: tuple[int, ...] = (rows, k // layout.packed)
+        parts = [(tensor.name, layout.tag, values), (tensor.scale_name, layout.scale_tag, scales)]
+        if tensor.role is Role.LINEAR and linear_kind(tensor.name) in self.weights.minimums:
+            parts.append((weight_minimum_name(tensor.name), layout.scale_tag, scales))
+        return parts
+
+    def list_static(self, tensor: UnifiedTensor) -> list[str]:
+        """List the static scales, float32 [1] each, that follow a tensor in a rank file."""
+        linear = self.weights.static_activations and tensor.role is Role.LINEAR
+        names = [activation_scale_name(tensor.name)] if linear else []
+        if self.kv_scales and tensor.split is Split.QKV:
+            names.append(kv_scale_name(int(tensor.name.split(".")[2])))
+        return names
+
+    def list_entries(self, rank: int) -> list[TensorEntry]:
+        """List (name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
+        entries: list[TensorEntry] = []
+        for tensor in unified_tensors(self.spec):
+            entries += self.list_parts(tensor, shard_of(tensor, self.spec, rank, self.tp_size).shape)
+            entries += [(name, "F32", (1,)) for name in self.list_static(tensor)]
+        return entries
+
+    def make_fields(self) -> dict[str, Any]:
+        """Make the fields of config.json that TensorRT-LLM reads."""
+        spec, weights = self.spec, self.weights
+        windows = {GLOBAL: spec.max_position_embeddings, LOCAL: spec.sliding_window}
+        # Without the period of the windows, which its versions name differently.
+        config: dict[str, Any] = {
+            "architecture": "Gemma3ForCausalLM", "dtype": self.dtype, "logits_dtype": "float32",
+            "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
+            "head_size": spec.head_dim, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": spec.rms_norm_eps,
+            "position_embedding_type": "rope_gpt_neox", "max_position_embeddings": spec.max_position_embeddings,
+            "rotary_embedding_dim": spec.head_dim, "rotary_base": spec.rope_theta,
+            "rope_local_base_freq": spec.rope_local_theta, "query_pre_attn_scalar": spec.query_pre_attn_scalar,
+            "final_logit_softcapping": spec.final_logit_softcapping, "sliding_window": spec.sliding_window,
+            "attn_bias": False, "mlp_bias": False, "qk_layernorm": True, "inter_layernorms": True,
+            "use_parallel_embedding": self.tp_size > 1, "embedding_sharding_dim": 0,
+            "mapping": {"world_size": self.tp_size, "tp_size": self.tp_size, "pp_size": 1},
+            "quantization": {"quant_algo": weights.algo, "kv_cache_quant_algo": KV_FP8 if self.kv_scales else None},
+            "runtime_defaults": {"max_attention_window": [windows[group] for group in spec.layer_groups]},
+        }  # fmt: skip
+        if weights.quantized:
+            config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
+        if weights.group:
+            form = {"group_size": weights.group, "head": weights.head, "minimums": list(weights.minimums)}
+            config["quantization"] |= form
+        if spec.rope_scaling_factor != 1.0:  # of global layers only
+            config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(CheckpointForm):
+    """Opened unified checkpoint."""
+
+    path: Path
+    config: dict[str, Any]
     rank_files: list[Path]
     tokenizer_files: list[Path]
     vision_file: Path | None
@@ -102,63 +181,6 @@ class Checkpoint:
     def source(self) -> str:
         return str(self.config["wicore"]["source"])
 
-    @property
-    def kv_scales(self) -> bool:
-        """True when every layer has a scale for an FP8 KV cache."""
-        return self.config["quantization"]["kv_cache_quant_algo"] is not None
-
-
-def find_storage(role: Role, dtype: str, weights: WeightFormat) -> str:
-    """Return the storage of a tensor: a base dtype or a name in LAYOUTS."""
-    if role is Role.NORM:
-        # 1 + w of norms in bfloat16 would move them by up to 0.4 %, so they are float32.
-        return "float32"
-    return weights.storage if role is Role.LINEAR else weights.head or dtype
-
-
-def list_parts(tensor: UnifiedTensor, shape: tuple[int, ...], dtype: str, weights: WeightFormat) -> list[TensorEntry]:
-    """List (name, safetensors tag, shape) of what stores a tensor's shard of `shape`: values, then scales, then
-    minimums. Raises CheckpointError for rows that are not whole blocks."""
-    storage = find_storage(tensor.role, dtype, weights)
-    layout = LAYOUTS.get(storage)
-    if layout is None:
-        return [(tensor.name, TAGS[storage], shape)]
-    rows, k = shape
-    if layout.group and k % layout.group:
-        problem = f"{tensor.name} has rows of {k} values on a rank, which are not whole blocks of {layout.group}."
-        raise CheckpointError(problem, fix="Use fewer ranks (--tp), or --dtype bfloat16 or fp8.")
-    scales: tuple[int, ...] = (rows, k // layout.group) if layout.group else (rows,)
-    values: tuple[int, ...] = (rows, k // layout.packed)
-    parts = [(tensor.name, layout.tag, values), (tensor.scale_name, layout.scale_tag, scales)]
-    if tensor.role is Role.LINEAR and linear_kind(tensor.name) in weights.minimums:
-        parts.append((weight_minimum_name(tensor.name), layout.scale_tag, scales))
-    return parts
-
-
-def static_scales(spec: Gemma3Spec, weights: WeightFormat, kv_scales: bool) -> dict[str, tuple[str, ...]]:
-    """Return, by tensor name, the names of static scales, float32 [1] each, that follow it in a rank file."""
-
-    def names(tensor: UnifiedTensor) -> Iterator[str]:
-        if weights.static_activations and tensor.role is Role.LINEAR:
-            yield activation_scale_name(tensor.name)
-        if kv_scales and tensor.split is Split.QKV:
-            yield kv_scale_name(int(tensor.name.split(".")[2]))
-
-    return {tensor.name: tuple(names(tensor)) for tensor in unified_tensors(spec)}
-
-
-def rank_entries(
-    spec: Gemma3Spec, dtype: str, weights: WeightFormat, rank: int, tp_size: int, *, kv_scales: bool = False
-) -> list[TensorEntry]:
-    """List (name, safetensors tag, shape) of every tensor in rank{rank}.safetensors, in file order."""
-    entries: list[TensorEntry] = []
-    static = static_scales(spec, weights, kv_scales)
-    for tensor in unified_tensors(spec):
-        shape = shard_of(tensor, spec, rank, tp_size).shape
-        entries += list_parts(tensor, shape, dtype, weights)
-        entries += [(name, "F32", (1,)) for name in static[tensor.name]]
-    return entries
-
 
 def count_weight_bytes(spec: Gemma3Spec, weights: WeightFormat) -> int:
     """Count the bytes of a text model's weights on a GPU: all of one rank's file but a tied head, heads in blocks as 16
@@ -166,7 +188,7 @@ def count_weight_bytes(spec: Gemma3Spec, weights: WeightFormat) -> int:
     dtype = "bfloat16" if weights.quantized else weights.storage
     weights = replace(weights, head="float16" if weights.head else "")
     tied = LM_HEAD if spec.tie_word_embeddings else None
-    entries = rank_entries(spec, dtype, weights, 0, 1)
+    entries = CheckpointForm(spec, dtype, weights, 1).list_entries(0)
     return sum(prod(shape) * TAG_BYTES[tag] for name, tag, shape in entries if not (tied and name.startswith(tied)))
 
 
@@ -178,55 +200,16 @@ def vision_entries(vision: VisionSpec, dtype: str) -> list[TensorEntry]:
     ]
 
 
-def model_fields(spec: Gemma3Spec, dtype: str, tp_size: int, weights: WeightFormat, *, kv_fp8: bool) -> dict[str, Any]:
-    """Make the fields of config.json that TensorRT-LLM reads."""
-    windows = {GLOBAL: spec.max_position_embeddings, LOCAL: spec.sliding_window}
-    # Without the period of the windows, which its versions name differently.
-    config: dict[str, Any] = {
-        "architecture": "Gemma3ForCausalLM", "dtype": dtype, "logits_dtype": "float32",
-        "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size, "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "head_size": spec.head_dim, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": spec.rms_norm_eps,
-        "position_embedding_type": "rope_gpt_neox", "max_position_embeddings": spec.max_position_embeddings,
-        "rotary_embedding_dim": spec.head_dim, "rotary_base": spec.rope_theta,
-        "rope_local_base_freq": spec.rope_local_theta, "query_pre_attn_scalar": spec.query_pre_attn_scalar,
-        "final_logit_softcapping": spec.final_logit_softcapping, "sliding_window": spec.sliding_window,
-        "attn_bias": False, "mlp_bias": False, "qk_layernorm": True, "inter_layernorms": True,
-        "use_parallel_embedding": tp_size > 1, "embedding_sharding_dim": 0,
-        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
-        "quantization": {"quant_algo": weights.algo, "kv_cache_quant_algo": KV_FP8 if kv_fp8 else None},
-        "runtime_defaults": {"max_attention_window": [windows[group] for group in spec.layer_groups]},
-    }  # fmt: skip
-    if weights.quantized:
-        config["quantization"]["exclude_modules"] = ["transformer.vocab_embedding", "lm_head"]
-    if weights.group:
-        form = {"group_size": weights.group, "head": weights.head, "minimums": list(weights.minimums)}
-        config["quantization"] |= form
-    if spec.rope_scaling_factor != 1.0:  # of global layers only
-        config["rotary_scaling"] = {"type": "linear", "factor": spec.rope_scaling_factor}
-    return config
-
-
-def build_config(
-    spec: Gemma3Spec,
-    dtype: str,
-    weights: WeightFormat,
-    tp_size: int,
-    files: Mapping[str, FileRecord],
-    origin: Mapping[str, Any],
-    *,
-    kv_scales: bool = False,
-) -> dict[str, Any]:
+def build_config(form: CheckpointForm, files: Mapping[str, FileRecord], origin: Mapping[str, Any]) -> dict[str, Any]:
     """Make config.json. `origin`: the `source`, the hub commit `revision`, `lora`, `mmproj`, the spec `vision`, the
     count `flushed_to_zero`, the sentence `read_as` and `calibration` (`text`, `tokens`, `token_ids_blake2b`); all but
     the first may lack."""
-    config = model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_scales)
+    spec, config = form.spec, form.make_fields()
     pattern = window_pattern(spec)
     if pattern:  # both spellings occur among TensorRT-LLM's versions
         config |= {"sliding_window_pattern": pattern, "_sliding_window_pattern": pattern}
     config["wicore"] = {
-        "format_version": find_version(weights), "source": origin["source"], "revision": origin.get("revision"),
+        "format_version": find_version(form.weights), "source": origin["source"], "revision": origin.get("revision"),
         "spec": spec.to_dict(), "tie_word_embeddings": spec.tie_word_embeddings,
         "vision": origin.get("vision") or None, "flushed_to_zero": origin.get("flushed_to_zero", 0),
         "calibration": origin.get("calibration"), "files": file_entries(files),
@@ -317,11 +300,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         form = f"dtype {dtype!r}, quantization {quant_algo!r}, KV {kv_algo!r}"
         raise CheckpointError(f"{path}: format {block['format_version']} with {form} is unknown.", fix=rebuild)
     spec.shard(0, tp_size)
-    for key, value in model_fields(spec, dtype, tp_size, weights, kv_fp8=kv_algo is not None).items():
+    opened = CheckpointForm(spec, dtype, weights, tp_size, kv_scales=kv_algo is not None)
+    for key, value in opened.make_fields().items():
         if config.get(key) != value:
             raise CheckpointError(f"{path / CONFIG}: {key} does not agree with wicore.spec.", fix=rebuild)
-    ranks, kv = [path / f"rank{rank}.safetensors" for rank in range(tp_size)], kv_algo is not None
-    tables = {file: rank_entries(spec, dtype, weights, i, tp_size, kv_scales=kv) for i, file in enumerate(ranks)}
+    ranks = [path / f"rank{rank}.safetensors" for rank in range(tp_size)]
+    tables = {file: opened.list_entries(rank) for rank, file in enumerate(ranks)}
     if isinstance(vision, VisionSpec):
         tables[path / VISION] = vision_entries(vision, dtype)
     unlisted = [file.name for file in tables if file.name not in files or not files[file.name].parts]
@@ -341,8 +325,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
                 raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=rebuild)
     return Checkpoint(
-        path=path, config=config, spec=spec, dtype=dtype, weights=weights, tp_size=tp_size,
-        rank_files=ranks, tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
+        spec, dtype, weights, tp_size, kv_scales=opened.kv_scales, path=path, config=config, rank_files=ranks,
+        tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
         vision_file=path / VISION if VISION in files else None, files=files,
         vision=vision if isinstance(vision, VisionSpec) else None,
     )  # fmt: skip

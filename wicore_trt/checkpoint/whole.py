@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from wicore_trt.checkpoint.blocks import dequantize_parts
-from wicore_trt.checkpoint.format import TAGS, Checkpoint, list_parts
+from wicore_trt.checkpoint.format import TAGS, Checkpoint
 from wicore_trt.checkpoint.names import HF_EMBEDDING, Role, UnifiedTensor, hf_shapes, unified_tensors
 from wicore_trt.checkpoint.safetensors_io import SafetensorsFile
 from wicore_trt.checkpoint.sharding import shard_of
@@ -66,13 +66,13 @@ class CheckpointTensors(WholeTensors):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.spec, self.dtype, self.fp8 = checkpoint.spec, checkpoint.dtype, checkpoint.weights.fp8
-        self._weights = checkpoint.weights
+        self._form = checkpoint
         self._files = [SafetensorsFile(path) for path in checkpoint.rank_files]
         self._embedding = next(t for t in unified_tensors(self.spec) if t.role is Role.EMBEDDING)
         self._rows = {name: shape[0] for name, shape in hf_shapes(self.spec).items()}
 
     def read_whole(self, tensor: UnifiedTensor) -> tuple[np.ndarray, str]:
-        parts = list_parts(tensor, tensor.shape, self.dtype, self._weights)
+        parts = self._form.list_parts(tensor)
         read = [self._assemble_shards(tensor, name, shape) for name, _, shape in parts]
         fp8 = self.fp8 and tensor.role is Role.LINEAR
         return read[0] if len(parts) == 1 or fp8 else (dequantize_parts([part for part, _ in read]), "F32")
@@ -83,7 +83,7 @@ class CheckpointTensors(WholeTensors):
     def embedding_row(self, token_id: int) -> tuple[np.ndarray, str]:
         tensor, per_rank = self._embedding, self.spec.vocab_size // len(self._files)
         file, row = self._files[token_id // per_rank], token_id % per_rank
-        names = [name for name, *_ in list_parts(tensor, tensor.shape, self.dtype, self._weights)]
+        names = [name for name, *_ in self._form.list_parts(tensor)]
         parts = [file.read_rows(name, row, row + 1) for name in names]
         return (dequantize_parts(parts), "F32") if names[1:] else (parts[0], file.tensors[names[0]].dtype)
 

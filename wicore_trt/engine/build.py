@@ -173,9 +173,8 @@ def _checkpoint_of(
     if options.dummy:  # a checkpoint without files; "auto", and the 16-bit parts of "fp8", are bfloat16
         base = options.dtype if options.dtype in PLAIN else "bfloat16"
         origin = {"source": f"{options.dummy.name} (dummy weights)"}
-        config = {"wicore": origin, "quantization": {"kv_cache_quant_algo": None}}
         return Checkpoint(
-            path=Path(), config=config, spec=options.dummy.spec, dtype=base,
+            path=Path(), config={"wicore": origin}, spec=options.dummy.spec, dtype=base,
             weights=QUANTIZED.get(options.dtype, PLAIN[base]), tp_size=options.tp_size, rank_files=[],
             tokenizer_files=[], vision=options.dummy.vision, vision_file=None, files={},
         )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,6 @@ from wicore_trt.checkpoint.format import (
     KV_FP8,
     Checkpoint,
     open_checkpoint,
-    rank_entries,
-    static_scales,
     write_config,
 )
 from wicore_trt.checkpoint.names import Role, activation_scale_name, kv_scale_name, run_weights, weight_scale_name
@@ -232,17 +230,15 @@ def _rewrite_checkpoint(
     """Fill `directory` with the files of `checkpoint` and the scales, config.json last; a block at a time. Raises
     CheckpointError for a tensor that differs from the checkpoint's record."""
     weights = checkpoint.weights.calibrated
-    static = {n for names in static_scales(checkpoint.spec, weights, kv_scales).values() for n in names}
+    form = replace(checkpoint, weights=weights, kv_scales=kv_scales)
     files = dict(checkpoint.files)
     moved = count_progress(progress, "write", sum(checkpoint.files[path.name].bytes for path in checkpoint.rank_files))
     for rank, path in enumerate(checkpoint.rank_files):
         old = SafetensorsFile(path)
-        entries = rank_entries(
-            checkpoint.spec, checkpoint.dtype, weights, rank, checkpoint.tp_size, kv_scales=kv_scales
-        )
+        entries = form.list_entries(rank)
         with SafetensorsWriter(directory / path.name, entries) as writer:
             for name, *_ in entries:
-                if name in static:
+                if name in found.scales:
                     writer.write(name, found.scales[name])
                     continue
                 for piece in old.read_blocks(name):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wicore_trt.backends.trtllm import model as trtllm_model
-from wicore_trt.backends.trtllm.checkpoint import PATTERN_KEY, export_checkpoint, trtllm_config
+from wicore_trt.backends.trtllm.checkpoint import PATTERN_KEY, export_checkpoint
 from wicore_trt.backends.trtllm.installed import ENGINE_DIR, find_trtllm_build, require_tensorrt_llm
 from wicore_trt.checkpoint.format import Checkpoint
 from wicore_trt.engine.options import Backend, BuildOptions
@@ -74,18 +74,17 @@ class TensorRTLLMBackend(Backend):
         for a model that it cannot express, EnvironmentUnfitError when it is missing or fails."""
         installed, command = require_tensorrt_llm(), find_trtllm_build()
         self.check(checkpoint, options)
-        kv_fp8 = options.kv_dtype == "fp8"
         scratch, output = directory / _SCRATCH, directory / ENGINE_DIR
         arguments = build_arguments(checkpoint, options)
         paths = {"--checkpoint_dir": scratch, "--output_dir": output, "--output_timing_cache": scratch / "timing.cache"}
         paths["--model_cls_file"] = Path(trtllm_model.__file__)
         scratch.mkdir()
         try:
-            export_checkpoint(checkpoint, scratch, kv_fp8=kv_fp8, progress=progress)
+            config = export_checkpoint(checkpoint, scratch, kv_fp8=options.kv_dtype == "fp8", progress=progress)
             progress("compile", 0, 1)
             flags = [part for name, value in (paths | arguments).items() for part in (name, str(value))]
             _run_build([command, *flags], cwd=scratch)
-            _check_engine(output, checkpoint, arguments, trtllm_config(checkpoint, kv_fp8=kv_fp8))
+            _check_engine(output, checkpoint, arguments, config)
             progress("compile", 1, 1)
         except BaseException:
             shutil.rmtree(output, ignore_errors=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,6 @@ from wicore_trt.checkpoint.format import (
     FP8_TAG,
     TAGS,
     Checkpoint,
-    find_storage,
-    model_fields,
-    static_scales,
     window_pattern,
 )
 from wicore_trt.checkpoint.names import Role, UnifiedTensor, unified_tensors
@@ -50,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 def export_checkpoint(
     checkpoint: Checkpoint, directory: Path, *, kv_fp8: bool, progress: Progress = ignore_progress
-) -> None:
-    """Write TensorRT-LLM's config.json and rank{N}.safetensors for `checkpoint` into the existing `directory`.
+) -> dict[str, Any]:
+    """Write TensorRT-LLM's rank{N}.safetensors and config.json, which it returns, into the existing `directory`.
     `kv_fp8`: an FP8 KV cache with the checkpoint's KV scales, which are left out otherwise. Vision tensors are always
     left out. Raises ConfigError for a float32 checkpoint or missing static scales, CheckpointError for windows without
     a period."""
@@ -61,17 +59,19 @@ def export_checkpoint(
             "TensorRT-LLM keeps the residual stream of a float16 engine in float16, where Gemma 3 overflows (65,504): "
             "its output may be nonsense. Convert with --dtype bfloat16 or fp8."
         )
+    checkpoint = replace(checkpoint, kv_scales=kv_fp8)
     files = [SafetensorsFile(path) for path in checkpoint.rank_files]
     scales = _tensor_scales(checkpoint, files) if checkpoint.weights.fp8 else {}
     for rank, file in enumerate(files):
         progress("checkpoint", rank, len(files))
-        _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales, kv_fp8=kv_fp8)
-    text = json.dumps(trtllm_config(checkpoint, kv_fp8=kv_fp8), indent=2)
-    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+        _write_rank(checkpoint, rank, file, directory / f"rank{rank}.safetensors", scales)
+    config = _make_config(checkpoint)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config
 
 
-def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool) -> dict[str, Any]:
-    """Make config.json of the exported checkpoint. Raises CheckpointError for windows without a period."""
+def _make_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Make config.json of an exported checkpoint. Raises CheckpointError for windows without a period."""
     spec = checkpoint.spec
     pattern = window_pattern(spec)
     if pattern is None:
@@ -79,7 +79,7 @@ def trtllm_config(checkpoint: Checkpoint, *, kv_fp8: bool) -> dict[str, Any]:
             f"TensorRT-LLM makes every n-th layer global, and no n gives this model's: {list(spec.layers_of(GLOBAL))}.",
             fix="Use another backend: wicore build --backend torch",
         )
-    config = model_fields(spec, checkpoint.dtype, checkpoint.tp_size, checkpoint.weights.calibrated, kv_fp8=kv_fp8)
+    config = replace(checkpoint, weights=checkpoint.weights.calibrated).make_fields()
     config.setdefault("rotary_scaling", None)  # TensorRT-LLM gives it to local layers, too; `trtllm.model` takes it off
     return {**config, PATTERN_KEY: pattern}
 
@@ -98,28 +98,27 @@ def _check_export(checkpoint: Checkpoint, kv_fp8: bool) -> None:
 
 
 def _write_rank(
-    checkpoint: Checkpoint, rank: int, file: SafetensorsFile, path: Path, scales: dict[str, np.float32], *, kv_fp8: bool
+    checkpoint: Checkpoint, rank: int, file: SafetensorsFile, path: Path, scales: dict[str, np.float32]
 ) -> None:
-    spec, weights = checkpoint.spec, checkpoint.weights
-    static = static_scales(spec, weights, kv_fp8)
+    spec = checkpoint.spec
     norm_tag = TAGS[checkpoint.dtype]
     entries: list[TensorEntry] = []
     for tensor in unified_tensors(spec):
-        storage = find_storage(tensor.role, checkpoint.dtype, weights)
+        storage = checkpoint.find_storage(tensor.role)
         fp8 = storage == "fp8"
         tag = norm_tag if tensor.role is Role.NORM else FP8_TAG if fp8 else TAGS[storage]
         entries.append((tensor.name, tag, shard_of(tensor, spec, rank, checkpoint.tp_size).shape))
         one = [tensor.scale_name] if fp8 else []
-        entries += [(name, "F32", (1,)) for name in (*one, *static[tensor.name])]
+        entries += [(name, "F32", (1,)) for name in (*one, *checkpoint.list_static(tensor))]
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
-            fp8 = find_storage(tensor.role, checkpoint.dtype, weights) == "fp8"
+            fp8 = checkpoint.find_storage(tensor.role) == "fp8"
             for block in _dequantize_blocks(tensor, file) if fp8 else _read_blocks(file, tensor.name):
                 stored = from_float32(block, norm_tag) if tensor.role is Role.NORM else block
                 writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]) if fp8 else stored)
             if fp8:
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
-            for name in static[tensor.name]:
+            for name in checkpoint.list_static(tensor):
                 writer.write(name, file.read_rows(name, 0, 1))
 
 
