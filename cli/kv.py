@@ -98,7 +98,7 @@ def simulate(
             report_one = partial(report, f"{name}, {size} pages")
             reports.append(replay(requests, name, {"device": size, **lower}, progress=report_one, **options))
     if json:
-        about = {"trace": str(trace or title), "count_unique_blocks": unique}
+        about = {"trace": str(trace or title), "unique_blocks": unique}
         print_json({**about, "results": [r.to_dict() for r in reports]})
     else:
         _print_reports(f"{title}: {len(requests)} requests, {unique} unique blocks", reports)

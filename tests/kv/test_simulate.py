@@ -169,7 +169,10 @@ def test_the_command(tmp_path: Path) -> None:
     args = ["simulate", "--trace", str(path), "--policy", "all", "--capacity", "20,10%", "--host", "30%"]
     done = CliRunner().invoke(app, [*args, "--json"])
     assert done.exit_code == 0, done.output
-    results = json.loads(done.stdout)["results"]
+    report = json.loads(done.stdout)
+    assert report.keys() == {"trace", "unique_blocks", "results"}  # names that scripts read
+    assert report["unique_blocks"] == count_unique_blocks(requests)
+    results = report["results"]
     assert [r["policy"] for r in results] == [name for name in (*POLICIES, "belady") for _ in range(2)]
     assert all(0 < r["hit_rate"] < 1 and set(r["hit_rate_by_tier"]) == {"device", "host"} for r in results)
     table = CliRunner().invoke(app, args)
