@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import pytest
 from constrained_web import PAINT, make_constrained_engine
@@ -124,6 +125,27 @@ async def test_token_ids_are_told(running):
         first = chunks[0].get("prompt_token_ids") or chunks[0]["choices"][0].get("prompt_token_ids")
         assert first == ids("hello")
         assert len([i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids", ())]) == 5
+
+
+async def test_texts_of_tokens_are_made_beside_the_event_loop():
+    """Those of 128K tokens take it some 50 ms, for which every stream would stand still."""
+    threads: set[int] = set()
+
+    class Spelt(bytes):
+        def decode(self, *args: str, **options: str) -> str:
+            threads.add(threading.get_ident())
+            return super().decode(*args, **options)
+
+    class Spelling(type(TOKENIZER)):
+        def token_bytes(self, token: int) -> bytes:
+            return Spelt(b"h\xff" if token == ids("h")[0] else super().token_bytes(token))
+
+    engine = make_engine()
+    engine.tokenizer = Spelling()
+    async with serving(engine) as running:
+        found = (await running.post("/tokenize", {"prompt": "hello", "return_token_strs": True})).json()
+    assert found["tokens"] == ids("hello") and found["token_strs"] == ["h\ufffd", *"ello"]
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_chat_has_the_prompts_probabilities_and_zero_logprobs():

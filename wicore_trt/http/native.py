@@ -100,8 +100,10 @@ async def serve_tokenize(context: Context, call: Call, body: TokenizeBody) -> AS
         tokens = await encode_prompt(context, call, ChatBody.model_construct(**asked))
     answer: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
     if body.return_token_strs:
-        found = await engine.work(call.who.tenant, lambda: list(map(engine.tokenizer.token_bytes, tokens)))
-        answer["token_strs"] = [text.decode(errors="replace") for text in found]
+        read = engine.tokenizer.token_bytes
+        answer["token_strs"] = await engine.work(
+            call.who.tenant, lambda: [read(token).decode(errors="replace") for token in tokens]
+        )
     return json_reply(answer)
 
 
