@@ -170,15 +170,17 @@ def compare_engines(
         expected = token_ids
         executor = load_scorer(engine, context=context, threads=threads)
         try:
-            score, report, bos_id = partial(score_tokens, executor), partial(progress, str(path)), tokenizer.bos_id
-            found = compute_perplexity(score, token_ids, bos_id=bos_id, context=context, stride=stride, progress=report)
+            found = compute_perplexity(
+                partial(score_tokens, executor), token_ids, bos_id=tokenizer.bos_id, context=context, stride=stride,
+                progress=partial(progress, str(path)),
+            )  # fmt: skip
         finally:
             executor.close()
-        first, digest = results[0]["perplexity"] if results else found.value, hashlib.blake2b(digest_size=16)
-        digest.update(repr(token_ids).encode())
-        results += [{
+        first = results[0]["perplexity"] if results else found.value
+        digest = hashlib.blake2b(repr(token_ids).encode(), digest_size=16).hexdigest()
+        results.append({
             "engine": str(path), "dtype": engine.manifest.dtype, "kernels": executor.kernels, "tokens": found.tokens,
-            "text_blake2b": digest.hexdigest(), "perplexity": found.value, "nll": found.nll,
+            "text_blake2b": digest, "perplexity": found.value, "nll": found.nll,
             "difference_percent": 100 * (found.value / first - 1),
-        }]  # fmt: skip
+        })  # fmt: skip
     return results

@@ -112,8 +112,8 @@ class EngineCore(Core):
         return self.scheduler.has_work
 
     def find_feed(self, tenant: str | None) -> EventFeed:
-        log, chain = self.scheduler.manager.events, self.scheduler.manager.chain
-        return log if tenant is None else log.tenant_feed(chain.derive_names(tenant, "").tag)
+        events, chain = self.scheduler.manager.events, self.scheduler.manager.chain
+        return events if tenant is None else events.tenant_feed(chain.derive_names(tenant, "").tag)
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         running = [s.tenant for s in self.scheduler.running if s.finish_reason is None]

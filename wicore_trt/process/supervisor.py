@@ -281,7 +281,7 @@ class Supervisor:
             return
         slot = self._slots[name]
         final = not self._served
-        if name != "front":  # of a machine that has served something may be short; what is wrong stays wrong
+        if name != "front":  # a machine that has served may lack memory for a while; a wrong setting stays wrong
             wrong = isinstance(slot.error, (ConfigError, EngineFormatError))
             final = slot.ended_unready and (final or (wrong and not any(e.loaded for e in self._engines.values())))
         fatal = slot.error if final else None

@@ -151,7 +151,7 @@ class TorchExecutor:
             self._page_copies.close()
             if self.images is not None:
                 self.images.close()
-            del self._compute  # and with them the weights
+            del self._compute  # and with it the weights
         self.pools = {}
 
 
@@ -163,7 +163,7 @@ def _make_operators(
     device: torch.device,
     ranks: RankExchange | None,
 ) -> tuple[str, ComputeLogits]:
-    """Return the kernels' name and what computes a step."""
+    """Return the kernels' name and the function that computes a step, which holds the weights."""
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from operator import le
 from typing import NamedTuple
 
 from wicore_trt.backends.triton.table import KEPT_TOKENS, SPLIT_TOKENS
@@ -60,8 +59,12 @@ class RowPlan(NamedTuple):
 
     def holds(self, step: RowPlan) -> bool:
         """Tell whether a step can be padded to this plan."""
-        mine, others = ((p.prefill.rows, p.prefill.sequences, p.decode.sequences) for p in (self, step))
-        return step.images == self.images and all(map(le, others, mine))
+        return (
+            step.images == self.images
+            and step.prefill.rows <= self.prefill.rows
+            and step.prefill.sequences <= self.prefill.sequences
+            and step.decode.sequences <= self.decode.sequences
+        )
 
 
 def make_plan(tokens: int, decoding: int, prefilling: int, sampled: int) -> RowPlan:

@@ -121,9 +121,11 @@ def _run_build(command: list[str], cwd: Path) -> None:
     _log.info("running %s", " ".join(command))
     last: deque[str] = deque(maxlen=_LAST_LINES)
     repaired = False
-    environment, pipe, joined = os.environ | {"PYTHONUNBUFFERED": "1"}, subprocess.PIPE, subprocess.STDOUT
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": joined}
-    with subprocess.Popen(command, cwd=cwd, env=environment, text=True, errors="replace", **streams) as process:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -154,10 +156,10 @@ def _check_engine(
     model, build = made.get("pretrained_config", {}), made.get("build_config", {})
     wanted = {key: config[key] for key in ("architecture", "dtype", "rotary_scaling", "runtime_defaults", PATTERN_KEY)}
     wrong = [f"{k} {model.get(k)!r}, not {value!r}" for k, value in wanted.items() if not _is_same(model, k, value)]
-    made |= build | {"tokens_per_block": build.get("plugin_config", {}).get("tokens_per_block")}
+    kept = build | {"tokens_per_block": build.get("plugin_config", {}).get("tokens_per_block")}
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
     asked = {name: arguments[f"--{name}"] for name in names}
-    wrong += [f"{name} {made.get(name)!r}, not {value}" for name, value in asked.items() if made.get(name) != value]
+    wrong += [f"{name} {kept.get(name)!r}, not {value}" for name, value in asked.items() if kept.get(name) != value]
     if wrong:
         problem = f"trtllm-build made another engine than it was told to: {'; '.join(wrong)}."
         raise EnvironmentUnfitError(problem, fix="Choose options that it keeps (its log says why it changed them).")

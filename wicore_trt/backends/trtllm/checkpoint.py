@@ -112,12 +112,13 @@ def _write_rank(
         entries += [(name, "F32", (1,)) for name in (*one, *checkpoint.list_static(tensor))]
     with SafetensorsWriter(path, entries) as writer:
         for tensor in unified_tensors(spec):
-            fp8 = checkpoint.find_storage(tensor.role) == "fp8"
-            for block in _dequantize_blocks(tensor, file) if fp8 else _read_blocks(file, tensor.name):
-                stored = from_float32(block, norm_tag) if tensor.role is Role.NORM else block
-                writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]) if fp8 else stored)
-            if fp8:
+            if checkpoint.find_storage(tensor.role) == "fp8":
+                for block in _dequantize_blocks(tensor, file):
+                    writer.write(tensor.name, e4m3_bits(block / scales[tensor.name]))
                 writer.write(tensor.scale_name, np.array([scales[tensor.name]], np.float32))
+            else:
+                for block in _read_blocks(file, tensor.name):
+                    writer.write(tensor.name, from_float32(block, norm_tag) if tensor.role is Role.NORM else block)
             for name in checkpoint.list_static(tensor):
                 writer.write(name, file.read_rows(name, 0, 1))
 

@@ -180,9 +180,10 @@ def check_request(request: GenerateRequest, stop_ids: tuple[int, ...]) -> None:
         "logit_bias": params.logit_bias,
         "cache.store": request.cache.store is not CacheStore.ALL,  # its block manager decides where blocks go
     }
-    for name in (name for name, asked in refused.items() if asked):
-        fix = "Use repetition_penalty." if name.endswith("penalty") else "Leave it out."
-        raise InvalidRequestError(f"{name}: {other}", field=name, fix=fix)
+    for name, asked in refused.items():
+        if asked:
+            fix = "Use repetition_penalty." if name.endswith("penalty") else "Leave it out."
+            raise InvalidRequestError(f"{name}: {other}", field=name, fix=fix)
     if params.min_tokens and len(stop_ids) > 1:  # it holds back one stop token only
         raise InvalidRequestError(f"min_tokens with several stop tokens: {other}", field="min_tokens")
 

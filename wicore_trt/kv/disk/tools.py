@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -381,9 +382,8 @@ def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes |
                 stored: StoredNamespace | None = StoredNamespace(home, files)
             except (ValueError, OSError, EOFError):
                 stored = None  # damaged: it can be deleted, but holds no pages that a server would find
-            for sealed in (False, True) if stored is not None else ():
-                assert stored is not None
-                for page, slots in stored.find_pages(sealed=sealed):
+            if stored is not None:
+                for page, slots in chain(stored.find_pages(sealed=False), stored.find_pages(sealed=True)):
                     if tenant is None or page.tenant == tenant:
                         report.pages += 1
                         report.bytes += len(slots) * stored.slot_bytes

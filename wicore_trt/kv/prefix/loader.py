@@ -207,7 +207,8 @@ class PrefixLoader:
             here = host.find_copy(group, keys[i])
             copy = disk.find_copy(group, keys[i]) if here is None and disk is not None else here
             known[i] = page = copy.page if copy is not None and copy.page.tokens else pages.make_page(group, i)
-            items.append(item := LoadItem(page, slot))
+            item = LoadItem(page, slot)
+            items.append(item)
             if disk is not None and (here is None or here.being_read):
                 read.append(item)
         return items
