@@ -36,7 +36,8 @@ from wicore_trt.types import ImageInfo, ModelInfo, SamplingParams
 log = logging.getLogger(__name__)
 
 THEIR_KV = ("device_fraction", "prefix_cache")
-"""Settings of kv that an engine with a KV cache of its own may be given."""
+"""Settings of kv that an engine with a KV cache of its own may be given: its memory is a share, too, and it shares
+nothing between requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ HOLD_RATE = 0.1
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits in seconds, None for none. `max_queue_s`: until a request's first step. `target_ttft_s`: until its first
-    token; MARGIN of it may be planned, or twice the prefill time. `timeout_s`: until its end, if it has no deadline."""
+    token; MARGIN of it may be planned, or twice the prefill time if longer. `timeout_s`: until its end, unless it has a
+    deadline."""
 
     max_queue_s: float | None = None
     target_ttft_s: float | None = None
@@ -84,7 +85,8 @@ class Hints:
         self._pace_s = 0.0
 
     def retry_s(self, tenant: str, now: float, least_s: float, pace_s: float | None = None) -> float:
-        """Return seconds until a retry, `least_s` to about LONGEST_S. Places become free every `pace_s`, if known."""
+        """Return seconds until a retry, `least_s` to about LONGEST_S. A place becomes free every `pace_s`; None: as at
+        the last call."""
         self._pace_s, least_s = pace_s or self._pace_s, min(least_s, LONGEST_S)
         at = max(now + least_s, self._last.get(tenant, 0.0) + self._pace_s)
         if (at - now) * (1 + SPREAD) > LATEST_S:

@@ -66,7 +66,8 @@ class Core(ABC):
 
     @abstractmethod
     def find_feed(self, tenant: str | None) -> EventFeed:
-        """Return the KV events of one tenant's pages, or all, on any thread. Raises EnvironmentUnfitError for none."""
+        """Return the KV events of one tenant's pages, or (None) of all, on any thread. Raises EnvironmentUnfitError if
+        the engine reports none."""
 
     @abstractmethod
     def validate_request(self, request: GenerateRequest) -> None:

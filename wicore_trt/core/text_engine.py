@@ -330,7 +330,8 @@ class Tally:
 
 
 class TextEngine:
-    """Serves one engine on one event loop: tokenizes, submits, detokenizes, ends sequences at stop strings."""
+    """Serves one engine on one event loop, where it is made and all methods run: tokenizes, submits, detokenizes, ends
+    sequences at stop strings."""
 
     def __init__(
         self,
@@ -509,7 +510,8 @@ class TextEngine:
         return await self.work(tenant, partial(self.tokenizer.decode, ids, skip_special=skip_special))
 
     async def read_tenant_stats(self, tenant: str, part: EnginePort | None = None) -> EngineStats:
-        """Read the counts of one tenant's requests, with the load of one replica or all; others keep their defaults."""
+        """Read the counts of one tenant's requests, and the load of one replica or all; counters of no single tenant
+        keep their defaults."""
         found, tally = await (part or self.engine).stats(tenant), self.find_tally(tenant)
         return replace(
             found,

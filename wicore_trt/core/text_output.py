@@ -24,7 +24,8 @@ class SequenceText:
         self.finished = False
 
     def push_output(self, output: TokenOutput) -> TextOutput | None:
-        """Return the text of a token output, None after the end. The caller aborts what a stop string `finished`."""
+        """Return the text of a token output, None after the end. Where a stop string sets `finished`, the engine still
+        runs the sequence, and the caller aborts it."""
         if self.finished:
             return None
         shown = output.token_ids

@@ -142,7 +142,8 @@ class EventFeed:
             return EventSnapshot(self.sequence, self.epoch, pages)
 
     def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener`, which returns at once, on the engine thread after new events, until the result is called."""
+        """Call `listener` on the engine thread after new events, until the result is called. It must return at once and
+        not raise."""
         with self._changed:
             self._listeners.append(listener)
 

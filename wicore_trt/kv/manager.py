@@ -138,8 +138,8 @@ class KVCacheManager:
         return PrefixHit(best * self.page_tokens, reachable, in_flight)
 
     def find_longest_window(self, pages: SequencePages, reachable: int, found: Sequence[object]) -> int:
-        """Find the largest start n <= reachable so that all local pages of the window before it are `found`, not None
-        there."""
+        """Find the largest start n <= reachable with all local pages of the window before it. `found[i]` is None where
+        local page i is not to be had."""
         n = pages.find_start(reachable)
         while n > 0 and LOCAL in self.pools:
             first = self.first_visible_page(n * self.page_tokens)

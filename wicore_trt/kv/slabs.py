@@ -17,7 +17,8 @@ from wicore_trt.arithmetic import div_ceil
 class Slabs:
     """Slabs, `count` of them; `pages[group]` pages of a group fill one. A pool of its own is one slab. A slab is the
     least common multiple of the page sizes, so no byte is wasted at its end. Gemma 3's pages of 32 tokens in bfloat16
-    make slabs of 0.5 (270M) to 65 MiB (27B). One group's pages can keep a slab that the other wants."""
+    make slabs of 0.5 (270M) to 65 MiB (27B). One group's pages can keep a slab that the other wants: at most a slab
+    less one page for each slab in use."""
 
     def __init__(self, count: int, pages: Mapping[str, int]) -> None:
         self.count = count

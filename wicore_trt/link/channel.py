@@ -2,7 +2,8 @@
 
 With its highest bit set a file comes along. It must not know their content. Invariants (I24): messages arrive whole and
 in the order of `post`, which never waits; a peer that does not read is cut off at MAX_BACKLOG; a message that its
-receiver cannot handle, or a file without room, ends the channel; `closed` is called once, on the loop's thread.
+receiver cannot handle, or a file without room, ends the channel; `closed` is called once, on the loop's thread; no
+file stays open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Several engines of one server as one: each request goes to one of them, which its key names.
 
 It must not know text, transports or processes. Invariants of RemoteEngine hold too; a replica that ends takes only its
-own requests with it, and no others are sent to it until the next one has come.
+own requests with it, and no others are sent to it until the next one has come. An outdated memory of prompts costs
+time, never tokens; it is bounded, and no tenant's or salt's prompts are found by another's.
 """
 
 from __future__ import annotations

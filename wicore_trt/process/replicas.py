@@ -35,7 +35,8 @@ def divide_settings(settings: Settings, replica: int) -> Settings:
 
 
 def find_gpus(device: str, replicas: int, each: int) -> Sequence[str]:
-    """Find the GPUs of replicas, `each` for one; none for one or on a CPU. Raises EnvironmentUnfitError."""
+    """Find the GPUs of all replicas, `each` for one; none for a single replica, and on a CPU. Raises
+    EnvironmentUnfitError for too few."""
     given = os.environ.get(GPUS)
     if given is None:
         found = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]

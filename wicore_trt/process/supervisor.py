@@ -321,8 +321,8 @@ class Supervisor:
         self._settings = settings_to_json(replace(settings, server=replace(settings.server, **self._ports)))
 
     def reload_settings(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Apply the settings as written now; return the keys that changed, and those for a restart. Raises
-        ConfigError."""
+        """Apply the settings as written now, where they can change; return the keys that changed, and those for a
+        restart. Raises ConfigError, changing nothing."""
         try:
             loaded, changed, restart = check_reload(self._loaded, self._reread)
             if self._admin is not None:

@@ -22,7 +22,8 @@ KEY_BLOCK = 1024  # keys widened to float32 at once: on a CPU they stay in its c
 @dataclass(slots=True)
 class AttentionProbe:
     """Request for the last query of each slice at `layer`. `rows` int64 [S] are those queries' rows in the step. The
-    operators set `queries` [S, heads, head_dim] of any float dtype and the factor `key_scale` of stored keys."""
+    operators set `queries` [S, heads, head_dim] of any float dtype and the factor `key_scale` of stored keys, both
+    valid until the next step."""
 
     layer: int
     rows: torch.Tensor

@@ -86,7 +86,7 @@ class CudaDevice:
         return found
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` puts on the stream, not running it; the result runs it. The caller keeps its memory."""
+        """Record what `work` puts on the stream, not running it; the result runs it. The caller keeps its tensors."""
         graph, last = torch.cuda.CUDAGraph(), self._last()
         with torch.cuda.graph(graph, stream=self._stream, pool=None if last is None else last.pool()):
             work()

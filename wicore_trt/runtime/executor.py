@@ -22,7 +22,8 @@ class KVLayout:
     """Geometry of the paged KV cache. A page holds K and V of all layers of one group for `page_tokens` tokens,
     contiguous: [layers_in_group, 2 (K, V), page_tokens, kv_heads, head_dim] in `kv_dtype` ("float32", "bfloat16", ...).
     `num_pages[group]` is the pool's size. With `slab_pages` both pools share one memory, and `num_pages` is what each
-    could have alone. A slab holds `slab_pages[group]` pages of one group at a time; slot n lies n page sizes on."""
+    could have alone. A slab holds `slab_pages[group]` pages of one group at a time (`kv/slabs.py`); slot n begins n
+    page sizes behind the common base."""
 
     page_tokens: int
     kv_dtype: str

@@ -8,7 +8,8 @@ of the calls. `TorchPageCopier` copies at once; `StreamPageCopier` keeps the ord
 - a step that writes a slot starts after copies of that slot (`begin_step`). Reading needs no wait: nobody uses a page
   on its way to the device before `done`, and a copy to the host only reads;
 - where layer groups share memory, copies of a slot are copies of all slots that share a byte (`overlapping`);
-- a thread for each direction puts batches on the device, in order, as a driver whose queue is full makes it wait;
+- a thread for each direction puts batches on the device, in the order of calls: a driver whose queue is full (1,024
+  copies) makes its caller wait, which must not be the engine's thread;
 - `done` is called when the copy is over, so nobody reuses or reads a host buffer before;
 - digests are of the page's bytes on the device: before a copy to the host, after a copy to the device;
 - a coded page passes through staging memory of its direction, which one batch uses after the other. Its digest is that

@@ -64,7 +64,7 @@ class PageDigest:
         self._library = _library()
 
     def compute_digest(self, parts: Sequence[memoryview]) -> bytes:
-        """Compute 16 bytes, on any thread, for a page whose parts but the last are multiples of 4,096 bytes."""
+        """Compute 16 bytes, on any thread, for a page in `parts`: multiples of 4,096 bytes, and the last one of 4."""
         sizes = [part.nbytes for part in parts]
         assert not sum([size % CHUNK_BYTES for size in sizes[:-1]]) and sizes[-1] % 4 == 0
         arrays = [np.frombuffer(part, np.uint8) for part in parts]

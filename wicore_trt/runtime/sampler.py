@@ -197,7 +197,8 @@ def _find_best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _penalize_tokens(row: torch.Tensor, counts: _TokenCounts, params: SamplingParams) -> None:
-    """Apply CTRL's repetition penalty (arXiv:1909.05858), then OpenAI's presence and frequency penalties."""
+    """Apply CTRL's repetition penalty (arXiv:1909.05858), then OpenAI's presence and frequency penalties. Finite logits
+    stay finite, clamped to float32's range."""
     host_tokens, host_counts = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.outputs, np.float32)
     known = host_tokens < row.shape[0]
     tokens = torch.from_numpy(host_tokens[known]).to(row.device)

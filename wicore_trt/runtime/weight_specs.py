@@ -47,7 +47,8 @@ def rope_name(group: str, part: str) -> str:
 
 def list_weights(rank_files: Sequence[Path], spec: Gemma3Spec, kv_dtype: str) -> list[WeightSpec]:
     """List the weights over `rank_files`, all of which must hold the same shapes. Gate and up are one weight, so that
-    one product computes both. A tied head is a weight made of the embedding. Raises CheckpointError."""
+    one product computes both. A tied head is a weight made of the embedding. Raises CheckpointError for files that miss
+    a tensor or differ."""
     lists = [find_weights(SafetensorsFile(path).tensors, spec, kv_dtype) for path in rank_files]
     if any(other != lists[0] for other in lists[1:]):
         raise CheckpointError("The ranks of the checkpoint hold tensors of different shapes.")

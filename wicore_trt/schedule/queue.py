@@ -193,7 +193,7 @@ class Outlook:
     """Queue as it is between two steps. Times are seconds. `prompts` that run: (tenant, order key, seconds left).
     `queued`: waiting entries by tenant. `share` of the time is the prompts', and a prompt token takes `token_s` of it.
     `free`: places. A taken one becomes free every `turnover_s`, 0 if unknown. The taken places began at `begun`, in
-    order, and last about `hold_s`."""
+    order, and last about `hold_s`, by a clock that said `now`."""
 
     prompts: Sequence[tuple[str, float, float]] = ()
     queued: Mapping[str, list[QueueEntry[Any]]] = field(default_factory=dict)

@@ -52,8 +52,8 @@ class Services:
 # not UTF-8 is enough, before our code runs. Open streams go on. So several servers listen on one TCP address
 # (SO_REUSEPORT): while one is replaced, clients find the others.
 class Listeners:
-    """Servers made by `make` and bound by `bind` (or RuntimeError). One whose Unix socket file was removed counts as
-    broken."""
+    """Servers made by `make`, each bound by `bind`, which raises RuntimeError for a taken address. A server whose Unix
+    socket was removed counts as broken."""
 
     def __init__(self, make: Callable[[], grpc.aio.Server], bind: Callable[[grpc.aio.Server, str], int]) -> None:
         self._make, self._bind = make, bind

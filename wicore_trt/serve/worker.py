@@ -1,7 +1,8 @@
 """The worker protocol of routers: vllm.grpc.engine.VllmEngine of smg-grpc-proto, which SMG speaks to its workers.
 
 Prompts come as token ids, and the router detokenizes. It must not know how routers choose. Invariants: an unserved
-field that would change the answer is refused; a snapshot of pages plus all later events is what the caches hold.
+field that would change the answer is refused; a snapshot of pages plus all later events is what the caches hold;
+unserved calls are UNIMPLEMENTED.
 """
 
 from __future__ import annotations

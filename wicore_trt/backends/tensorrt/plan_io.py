@@ -58,7 +58,8 @@ def updated(cache_name: str) -> str:
 class TensorSpec:
     """Input or output of a compiled step. `shape` has numbers, or "B" (slots), "T" (tokens of a slot), "R" (sampled
     rows). `kind`: "step" (differs from step to step), "table" (rope), "cache", "weight" or "output". A weight is made
-    of the tensors `parts` of the weight file: `combine` "rows" stacks them on dim 0, "max" takes the largest."""
+    of the tensors `parts` of the weight file: `combine` "rows" stacks them on dim 0, "max" takes each element's largest
+    value."""
 
     name: str
     dtype: str

@@ -142,7 +142,7 @@ class SlotFormat:
     def open(
         self, block: memoryview, page: Page, part: int, parts: int, slot: int, write_id: int, payload: memoryview
     ) -> None:
-        """Check `block` and `payload`, which is decrypted in place. Raises CorruptSlotError."""
+        """Check `block` and `payload`, which is decrypted in place. Raises CorruptSlotError; then it means nothing."""
         head = bytes(block[:_HEADER_CHECK_AT])
         if block[_HEADER_CHECK_AT:] != blake2b(head, digest_size=CHECK_BYTES).digest():
             raise CorruptSlotError("header checksum")

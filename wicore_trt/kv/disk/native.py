@@ -56,7 +56,7 @@ class _Run:
 
 
 def find_calls(files: Files) -> tuple[Any, Any] | None:
-    """Find the library's calls to read and write for `files`: None twice for the system's own, or None."""
+    """Find the library's calls to read and write for `files`: None twice for the system's own, None for any other."""
     return (None, None) if (files.preadv, files.pwritev) == (os.preadv, os.pwritev) else None
 
 

@@ -297,7 +297,8 @@ def delete_namespace(files: Files, home: Path) -> None:
 
 
 class Wiper:
-    """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each."""
+    """Overwrites slots of `slot_bytes` payload, and their header blocks, with zeros. `wiped(slot)` hears of each, in
+    the thread of `wipe_slots`."""
 
     def __init__(self, files: Files, space: DiskSpace, slot_bytes: int, wiped: Callable[[int], None]) -> None:
         self._files = files
@@ -330,7 +331,7 @@ class Wiper:
             return found
 
     def wipe_slots(self, limit_bytes: float) -> None:
-        """Overwrite about `limit_bytes` of pending slots, from one thread at a time. OSError when that fails."""
+        """Overwrite about `limit_bytes` of pending slots, from one thread at a time. OSError keeps a slot pending."""
         done, zeros = 0, [aligned_buffer(BLOCK_BYTES), aligned_buffer(self._slot_bytes)] if self._pending else []
         while done < limit_bytes:
             with self._changed:

@@ -197,8 +197,8 @@ class DiskStore:
 
     def read_pages(self, moves: Sequence[PageMove], done: Callable[[Outcome], None]) -> bool:
         """Read pages' parts into their buffers, with digests of one kind. As `write_page`, but `done` hears OK when it
-        is over, and each move has its outcome: CORRUPT when the slots hold anything else. The probe looks at the
-        buffers before they are checked, as a bit could flip between; at encrypted ones behind."""
+        is over, and each move has its outcome: CORRUPT when the slots hold anything else. Buffers mean something after
+        OK alone. The probe looks at them before they are checked, lest a bit flip between; at encrypted ones behind."""
         for move in moves:
             self._check_slots(move.slots, move.parts)
         return self._pool.submit_operation(partial(self._run_reads, moves), done, urgent=True, pages=len(moves))

@@ -151,7 +151,8 @@ class StoredNamespace:
         self._block, self._payload = aligned_buffer(BLOCK_BYTES), aligned_buffer(self.slot_bytes)
 
     def find_pages(self, *, sealed: bool, now: float = 0.0) -> FoundPages:
-        """Find the complete pages in the index, `sealed` or not, without those whose time is over at `now`."""
+        """Find the complete pages in the index, `sealed` or not, without those whose time is over at `now` (seconds
+        since 1970)."""
         return FoundPages([self.records], self.namespace, FLAG_SEALED if sealed else 0, now)
 
     def find_fault(self, page: Page, slots: Sequence[int], write_id: int, slot_format: SlotFormat) -> str | None:
@@ -264,7 +265,8 @@ def list_namespaces(path: Path) -> list[Path]:
 
 
 def list_tiers(path: Path) -> list[Path]:
-    """List the directories of disk tiers under what a server was given: its replicas', and itself if it is one."""
+    """List the directories of disk tiers under `path`, a server's kv.disk_path: those of replicas, and `path` itself if
+    it is one or there is none."""
     found = sorted(path.glob(REPLICA_HOME.format("[0-9]*")))
     return [home for home in (path, *found) if os.path.lexists(home / LOCK)] or [path]
 
@@ -275,7 +277,7 @@ def add_reports(reports: Sequence[VerifyReport | PurgeReport]) -> Any:
 
 
 def open_as_owner(path: Path) -> Files:
-    """Make the system for a server's directory: root takes its owner's files, others their own."""
+    """Make the system for a server's directory: root takes its owner's files, others their own. OSError without one."""
     files = Files()
     if os.geteuid() == 0:
         files.owner = os.stat(path).st_uid
@@ -368,7 +370,7 @@ def _check_namespace(
 def purge_directory(path: Path, *, namespace: str | None = None, tenant: bytes | None = None) -> PurgeReport:
     """Remove all pages and the secret that named them; or the pages of one namespace (its name, or how it begins); or
     those of one tenant (its tag), whose slots are then overwritten with zeros, also those of pages evicted before.
-    EnvironmentUnfitError when a server holds the directory; NotFoundError for no disk tier or namespace."""
+    EnvironmentUnfitError when a server holds it, NotFoundError without tier or namespace, OSError if it is refused."""
     report = PurgeReport()
     with _lock_tier(path) as files:
         homes = list_namespaces(path)

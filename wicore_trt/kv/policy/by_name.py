@@ -23,7 +23,8 @@ def make_policy(
 ) -> ChainPolicy:
     """Make the policy of one tier that holds `capacity` pages; the other arguments are for `cost` alone.
     `page_cost(depth)` is the relative cost per byte of recomputing page `depth` of a chain (None: all alike). A
-    `victim_cache` gets pages that the tier above evicts, and gives them up when used. Raises ConfigError."""
+    `victim_cache` gets pages that the tier above evicts alone, and gives them up when used. Raises ConfigError for an
+    unknown name."""
     if name == "cost":
         return CostPolicy(capacity, page_cost=page_cost, victim_cache=victim_cache, page_tokens=page_tokens)
     simple: dict[str, Callable[[int], ChainPolicy]] = {"a2cr": A2CRPolicy, "lru": LRUPolicy, "lfu": LFUPolicy}

@@ -179,7 +179,7 @@ class LRUGuard:
     the next trial needs, so losses grow with the logarithm of the traffic.
 
     `use_lru` is the verdict for a tier of `capacity` pages. `worth(node)` is the learnt worth, `value(n)` the recompute
-    cost that hitting the first n pages of a chain saves. Amounts are in root mean square hits of one."""
+    cost that hitting the first n pages of a chain saves. Amounts are in root mean square hits of a request."""
 
     def __init__(self, capacity: int, worth: Callable[[Node], float], value: Callable[[int], float] = float) -> None:
         self.use_lru = True

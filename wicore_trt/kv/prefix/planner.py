@@ -203,7 +203,8 @@ def aim_meeting(
     load that spares others is awaited while it, or else computing the rest, should end in time.
 
     A load from disk is requested whole, so that it is as fast as loading all, however fast the disk turns out. At every
-    step the meeting point follows what came so far. `choice` is the first one, whose wait_s is kept."""
+    step the meeting point follows what came so far. `choice` is the one that the load began with: unless idling spares
+    others, it never takes longer than this wait_s."""
     first, last = computed // page_tokens, choice.stop // page_tokens
 
     def boundary(page: int) -> int:
@@ -250,13 +251,14 @@ def decide_move(choice: LoadChoice, computed: int, ready_from: int, idle_s: floa
     far after "wait". When the load fails the caller drops it and computes on.
 
     Invariant (I18): a sequence with a load idles at most `wait_s`, as seen between steps; else it computes from the
-    front. So time to first token <= recompute + wait_s and one step of others, which began while it waited. Proof:
-    slices have `slice_tokens` or more, so computing all tokens costs what recompute costs; a jump only removes work;
-    what is added is idle time.
+    front. So time to first token <= recompute + wait_s and one step of others, which began while it waited. Only copies
+    to the device that hold up the engine's thread add more. Proof: slices have `slice_tokens` or more, so computing all
+    tokens costs what recompute costs; a jump only removes work; what is added is idle time.
 
     wait_s is at most a slice and a quarter of what the load should save. A load-only choice adds the load's own time,
     which is less than computing. Beside sequences that decode, a load from disk may idle longer. But idling and
-    computing together take at most 1 + `others` times what computing takes, even if nothing more comes."""
+    computing together take at most 1 + `others` times what computing takes, even if nothing more comes, as it computes
+    no further than to what is there."""
     if computed >= choice.stop:
         return NextMove("drop")
     if ready_from <= computed:

@@ -29,12 +29,12 @@ class LoadItem(NamedTuple):
 class PrefixLoad:
     """`tokens` is where the sequence goes on when all has arrived, `stop` its page count. Global pages from `first` on
     are asked for; those before it the sequence computes. `window` are the device slots of local pages [window_first,
-    stop). `found` maps global pages that the device had to their slots, which are held for the jump. `here` are, by
-    group, the indices of all pages that the device had, and of those that have arrived. `wrong` counts how often what
-    came was not the page, by group and index. `expected` are the names of all that the manager was told to expect,
-    `failures` its count of failed steps at the beginning. The sequence has computed tokens of all global pages below
-    `floor`, which are no longer wanted. `turn` is its place among loads that read from disk, the smallest first; its
-    requests end among the first `asked_up_to` bytes asked of the disk."""
+    stop). `found` maps global pages that the device had to their slots, which are held for the jump. No two items are
+    of one group and index. `here` are, by group, the indices of pages that the device had or that have arrived. `wrong`
+    counts how often what came was not the page, by group and index. `expected` are the names of all that the manager
+    was told to expect, `failures` its count of failed steps at the beginning. The sequence has computed tokens of all
+    global pages below `floor`, which are no longer wanted. `turn` is its place among loads that read from disk, the
+    smallest first; its requests end among the first `asked_up_to` bytes asked of the disk."""
 
     def __init__(
         self,

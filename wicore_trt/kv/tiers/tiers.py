@@ -72,8 +72,8 @@ class LowerTiers:
     def find_tiers(
         self, keys: Sequence[bytes], above: Iterable[object], beside: Iterable[object]
     ) -> tuple[list[str], list[str | None]]:
-        """`find_tier` of the pages of a chain up to one that no tier has, and of the local ones beside them. "device"
-        for those that are `above` and `beside`: not None there."""
+        """Do `find_tier` for the pages of a chain up to one that no tier has, and for the local ones beside them: None
+        where no tier has one. Pages with something in `above`, and in `beside` for local ones, are on the "device"."""
         below = self.disk.find_nodes(keys) if self.disk is not None else repeat(None)
         found, local, ready = list[str](), list[str | None](), CopyState.READY
         for slot, other, here, there in zip(above, beside, self.host.find_nodes(keys), below, strict=False):
