@@ -218,7 +218,7 @@ def is_present(path: Path) -> bool:
     directory that may not be searched counts as present, so that the door reports why it cannot be read."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     except OSError:
         return True

@@ -184,6 +184,7 @@ def test_wrong_paths_say_what_to_give(tmp_path: Path) -> None:
         (tmp_path / "nothing", "does not exist.*hub id"),
         ("./a/b", "does not exist"),
         ("no/such/file.gguf", "does not exist"),
+        ("a\0b", "does not exist"),
         ("folder/file.gguf", "does not exist"),
         (tmp_path / "m" / "model.safetensors", "Give its directory"),
         (tmp_path / "empty", "config.json is missing"),

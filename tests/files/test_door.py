@@ -74,6 +74,8 @@ def test_missing(tmp_path: Path) -> None:
     assert not is_present(tmp_path / "x.json")
     (tmp_path / "file").write_text("x")
     assert not is_present(tmp_path / "file/below")
+    for name in ("a\0b", "\ud800"):  # a recipe may have either, no file system has
+        assert not is_present(tmp_path / name)
 
 
 def test_links_stay_inside(tmp_path: Path) -> None:
