@@ -68,6 +68,34 @@ def test_each_source_compiles_without_a_warning(compiler: str, built: dict[str, 
         assert done.returncode == 0, f"{compiler} {name}: {done.stderr[:2000]}"
 
 
+def build_native(clone: Path) -> str:
+    """Build `clone`/source as an install does; returns what was built of it."""
+    native = [f"-DSOURCE={clone / 'source'}", f"-DPLACE={clone / 'build'}", "-P", str(SOURCES / "build.cmake")]
+    subprocess.run(["cmake", *native], check=True, capture_output=True)
+    return "".join(sorted(p.read_text() for p in (clone / "build/stage").rglob("*.txt")))
+
+
+def test_a_clone_that_was_moved_is_built_anew_and_another_is_not(tmp_path: Path) -> None:
+    need("cmake")
+    need("make")
+    clone, moved = tmp_path / "clone", tmp_path / "moved"
+    (clone / "source").mkdir(parents=True)
+    (clone / "build").mkdir()
+    (clone / "build/options.cmake").write_text('set(options "")\nset(generator "Unix Makefiles")\n')
+    (clone / "source/CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(tiny LANGUAGES NONE)\n"
+        "install(FILES kernels.txt DESTINATION wicore_trt/_native)\n"
+    )
+    (clone / "source/kernels.txt").write_text("built")
+    assert build_native(clone) == "built"
+    kept = clone / "build/native/kept"
+    kept.touch()
+    assert build_native(clone) == "built"
+    assert kept.exists()
+    clone.rename(moved)
+    assert build_native(moved) == "built"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("library", ["libstdc++", "libc++"])
 def test_each_header_compiles_alone(library: str) -> None:
