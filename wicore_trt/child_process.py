@@ -16,9 +16,12 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PF_EXITING = 4  # linux/sched.h
+ENDED = "has ended"
 _CODE = """
 import json, sys
 _, module, given, path, parent = sys.argv
@@ -60,6 +63,16 @@ def tie_to_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def find_halt(pid: int) -> str | None:
+    """Tell why a process does not go on by itself; a busy one does, or one under a debugger. A killed process gives its
+    memory back before its sockets close, 10 GiB a second."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ended = state in "ZX" or int(fields[5]) & _PF_EXITING
+        return ENDED if ended else "was stopped by a signal" if state == "T" else None
+    return None
 
 
 def import_named(place: str) -> Any:

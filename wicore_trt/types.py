@@ -506,6 +506,7 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     """Other names that it is served under."""
     engine_context_tokens: int = 0
+    ranks: int = 1
     build: str = ""
     """Names the build of the engine, tokenizer files included; `fingerprint` is the same for equal weights."""
     chat_note: str | None = None

@@ -2,20 +2,22 @@
 
 Prints `bound ADDRESS` and `ready on ADDRESS`. Options reach the other processes by WICORE_TEST_OPTIONS: `step_s`,
 `load_s`, `fail_at` (the step that breaks an engine), `hang_at` (one that does not end), `load_fails`, `stands` (an
-engine stops itself while it loads), `backlog` (bytes after which the engine cuts off a front), `dies` (the process that
-ends while it starts, every time), `chat` (the model has a chat template or not, and any text has tokens), `host_bytes`
-of a host tier, and `pids`, a folder where each process leaves its number; `front_s`, `silence_s` (of an engine that
-loads), `stopped_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the supervisor's and its log's; with
-`narrow` its sockets hold few messages; with `images` the engine sees. `recipe` names a file of settings that the server
-reads, and reads again; `build` one that names the engine's build. While the file `hold` is there, engines stand still
-after ten steps, and none loads; while `short` is in `pids`, none finds the memory to load. With `both` lines have the
-address of gRPC before that of HTTP.
+engine stops itself while it loads), `ranks` (that it says it has), `backlog` (bytes after which the engine cuts off a
+front), `dies` (the process that ends while it starts, every time), `chat` (the model has a chat template or not, and
+any text has tokens), `host_bytes` of a host tier, and `pids`, a folder where each process leaves its number; `front_s`,
+`silence_s` (of an engine that loads), `quiet_s`, `dump_s`, `slow_s`, `quick_s`, `patience` and `together_s` are the
+supervisor's and its log's; with `narrow` its sockets hold few messages; with `images` the engine sees. `recipe` names a
+file of settings that the server reads, and reads again; `build` one that names the engine's build. While the file
+`hold` is there, engines stand still after ten steps, and none loads; while `short` is in `pids`, none finds the memory
+to load. With `both` lines have the address of gRPC before that of HTTP.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import signal
 import socket
 import sys
@@ -57,6 +59,8 @@ def load_engine(settings: Settings):
 
     leave_number("engine")
     given = options()
+    exit_thread = {"x86_64": 60}.get(platform.machine(), 93)  # SYS_exit: the main thread ends, the others go on
+    signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).syscall(exit_thread, 0))
     channel.MAX_BACKLOG = given.get("backlog", channel.MAX_BACKLOG)
     time.sleep(given.get("load_s", 0))
     hold = Path(given.get("hold", "/nowhere"))
@@ -82,7 +86,7 @@ def load_engine(settings: Settings):
         hang_at(core.executor, given["hang_at"])
     info = replace(FAKE_INFO, max_context_tokens=MAX_CONTEXT, bos_token_id=2, chat=given.get("chat", False))
     images = ImageInfo(8, FakeEncoder.tokens, IMAGE_BEGIN, IMAGE_SOFT, IMAGE_END) if given.get("images") else None
-    return core, replace(info, build=build(), images=images)
+    return core, replace(info, build=build(), images=images, ranks=given.get("ranks", 1))
 
 
 def build() -> str:
@@ -135,7 +139,7 @@ def main(given: dict) -> int:
 
         child.socket.socketpair = narrow_pair
     supervisor.FRONT_S = given.get("front_s", supervisor.FRONT_S)
-    supervisor.STOPPED_S = given.get("stopped_s", supervisor.STOPPED_S)
+    supervisor.QUIET_S = given.get("quiet_s", supervisor.QUIET_S)
     supervisor.LOAD_S = given.get("silence_s", supervisor.LOAD_S)
     child.QUICK_S = given.get("quick_s", child.QUICK_S)
     child.PATIENCE = supervisor.PATIENCE = given.get("patience", child.PATIENCE)

@@ -25,6 +25,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serve.serving import expected, failure, request
 from suspend import suspend_process
 
+from wicore_trt import child_process
+from wicore_trt.child_process import find_halt
 from wicore_trt.errors import EngineDeadError
 from wicore_trt.process.child import PATIENCE, QUICK_S, ChildSlot
 from wicore_trt.serve.front import FIRST_TO_GO
@@ -268,7 +270,7 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
     """Not while it loads, and not while it has nothing to do, for longer than the watchdog waits, which the first case
     tries. The second one is over long before a watchdog of an hour wakes up."""
     stands = how == "a process that stands still"
-    options = {"stopped_s": 1.0} if stands else {"hang_at": 8, "load_s": 4.5, "dump_s": 4.0}
+    options = {"quiet_s": 1.0} if stands else {"hang_at": 8, "load_s": 4.5, "dump_s": 4.0}
     async with supervised(tmp_path, server={"watchdog_s": 3600.0 if stands else 4.0}, **options) as server:
         await serving(server)
         [first] = server.alive("engine")
@@ -288,9 +290,53 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
         server.process.send_signal(signal.SIGTERM)
         code, log = await server.end()
-        why = "a signal has stopped it" if stands else r"it had work and ended no step for \d+ s"
+        why = "its process was stopped by a signal" if stands else r"it had work and ended no step for \d+ s"
         assert code == 0 and re.search(f"stuck: {why}", log), log
         assert stands or "in hanging" in log and "most recent call first" in log, log
+
+
+@pytest.mark.parametrize("how", ["was stopped by a signal", "has ended"])
+async def test_requests_end_before_the_process_of_an_engine_that_will_not_go_on(tmp_path, how):
+    """One of several ranks, or one whose first thread has ended while others live: so it looks while memory is given
+    back."""
+    hold, far = tmp_path / "hold", 3600.0
+    options = {"ranks": 2 if "signal" in how else 1, "quiet_s": far, "dump_s": far, "server": {"watchdog_s": far}}
+    async with supervised(tmp_path, hold=str(hold), **options) as server:
+        await serving(server)
+        [first] = server.alive("engine")
+        hold.touch()
+        async with server.stub() as stub:
+            stream = stub.Generate(request("waits", 1000))
+            await stream.read()
+            suspend_process(first) if "signal" in how else os.kill(first, signal.SIGUSR2)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async with asyncio.timeout(60):
+                    while True:
+                        await stream.read()
+            assert f"its process {how}" in caught.value.details()
+            assert len(os.listdir(f"/proc/{first}/task")) > 1
+            os.kill(first, signal.SIGKILL)
+            hold.unlink()
+            async with asyncio.timeout(60):
+                while server.alive("engine") in ([], [first]):
+                    await asyncio.sleep(0.05)
+            await server.until_serving()
+            assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "halt"),
+    [
+        *[(f"{state} 1 1 1 0 -1 4194560", None) for state in "RSDt"],
+        ("T 1 1 1 0 -1 4194560", "was stopped by a signal"),
+        *[(f"{state} 1 1 1 0 -1 4227084", "has ended") for state in "ZR"],
+    ],
+)
+def test_a_process_that_was_stopped_or_ends_is_told_from_others(tmp_path, monkeypatch, told, halt):
+    """By its line in /proc. The last one gives back the memory of its only thread."""
+    (tmp_path / "stat").write_text(f"7 (T) Z) {told} 1 2")
+    monkeypatch.setattr(child_process, "Path", lambda name: tmp_path / "stat" if name == "/proc/7/stat" else None)
+    assert find_halt(7) == halt
 
 
 async def test_an_engine_that_stands_still_while_it_loads_is_ended(tmp_path):

@@ -95,7 +95,7 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         kernels=kernels, dtype=manifest.dtype, kv_dtype=kv_dtype,
         quantization=manifest.quantization["algo"] if manifest.quantization else None,
         max_context_tokens=max_context, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
+        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, ranks=manifest.tp_size,
         fingerprint=manifest.fingerprint, eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id,
         chat=tokenizer.has_chat and tokenizer.chat_fault is None, chat_note=tokenizer.chat_note,
         page_tokens=page_tokens, engine_context_tokens=manifest.max_context, build=manifest.seal,

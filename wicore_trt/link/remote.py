@@ -104,6 +104,12 @@ class RemoteEngine(EnginePort):
         if self.channel is not None:
             self.channel.close()
 
+    def leave_engine(self, why: str) -> None:
+        """Leave an engine that answers no more, before its link breaks."""
+        if self.channel is not None:
+            self.dead = why
+            self.channel.close()
+
     def _require_channel(self) -> Channel:
         if self.channel is None or self.dead is not None:
             raise UnavailableError(f"The engine takes no requests now: {self.dead}.", fix="Try again soon.")

@@ -17,8 +17,6 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
 from wicore_trt.child_process import child_command
@@ -30,7 +28,7 @@ MAX_MESSAGE = 1 << 17
 MAX_FDS = 4
 MAX_WAITING = 64
 """Messages that wait, behind what its socket holds, for a child to go on reading; then it counts as hung."""
-BEAT_S = 1.0
+BEAT_S = 0.25
 """Seconds between two beats, by which an engine's process says that it gets on."""
 DUMP = signal.SIGUSR1
 """Signal that has a process write the stacks of its threads."""
@@ -166,13 +164,6 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped a process; a busy one, or one under a debugger, is not."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 class ChildSlot:
     """Place of one process, on the supervisor's event loop: the running process, why it ended, when the next starts."""
 
@@ -182,6 +173,7 @@ class ChildSlot:
         self.restarts = -1
         self.build: str | None = None  # of the engine directory that the process has opened
         self.loaded = False  # the process has told its build
+        self.ranks = 1  # of an engine that has loaded
         self.ended_unready = False  # the last process ended before it had loaded
         self.started_at = 0.0
         self.silent_s = 0.0  # since the last beat
@@ -197,7 +189,7 @@ class ChildSlot:
     ) -> Child:  # fmt: skip
         """Start `module`; `on_message` gets its messages, `on_exit` its exit code. Raises OSError."""
         process = self.process = Child(module, environment)
-        self.error, self.build, self.loaded, self.killed = None, None, False, False
+        self.error, self.build, self.loaded, self.ranks, self.killed = None, None, False, 1, False
         self.started_at, self.silent_s, self.stuck_s, self.ready_at = time.monotonic(), 0.0, 0.0, None
         self.restarts += 1
         loop, number = asyncio.get_running_loop(), process.control.sock.fileno()

@@ -64,7 +64,7 @@ def main(fd: int) -> int:
     host = EngineHost(core, info, max_waiting=settings.scheduler.max_waiting)
     host.start()
     loaded.set()
-    control.send("ready", build=info.build)
+    control.send("ready", build=info.build, ranks=info.ranks)
     threading.Thread(target=_obey_supervisor, args=(control, host), name="wicore-control", daemon=True).start()
     # counts beats, not time, so that a suspended machine counts as one beat
     last, same = host.engine.progress, 0

@@ -25,7 +25,7 @@ from typing import Any
 from wicore_trt.access.admission import Admission
 from wicore_trt.access.listening import read_tls
 from wicore_trt.access.log import set_level
-from wicore_trt.child_process import import_named
+from wicore_trt.child_process import ENDED, find_halt, import_named
 from wicore_trt.config import KEYS, LoadedSettings, settings_to_json, value_of
 from wicore_trt.errors import ConfigError, EngineDeadError, EngineFormatError, WicoreError
 from wicore_trt.process.child import (
@@ -37,7 +37,6 @@ from wicore_trt.process.child import (
     Child,
     ChildSlot,
     describe_exit,
-    is_stopped,
     read_error,
     wait_for_exit,
 )
@@ -52,8 +51,9 @@ FRONT_S, FRONT_START_S = 20.0, 120.0
 """A front that says nothing for so long counts as hung; the second number holds until it listens."""
 LOAD_S = 120.0
 """Seconds for which an engine that loads may be silent; its watchdog may be more patient."""
-STOPPED_S = 10.0
-"""Seconds for which an engine that a signal has stopped may be silent; suspended with this process, it is not."""
+HALT_S, QUIET_S = 1.0, 10.0
+"""Seconds for which an engine may be silent that has ended, or one of several ranks that a signal has stopped; and any
+that was stopped, or one of several ranks. Suspended with this process, it is not silent."""
 SLOW_S = 5.0
 """Time until the next attempt when the system has no room for a process or a socket."""
 DUMP_S = 1.0
@@ -183,14 +183,20 @@ class Supervisor:
         limit_s, engine = self._loaded.settings.server.watchdog_s, self._engines[name]
         if process is None or process is not engine.process or self._stopping or limit_s is None:
             return
-        loop, stuck_s = asyncio.get_running_loop(), max(engine.silent_s, engine.stuck_s)
+        loop, ranked = asyncio.get_running_loop(), engine.ranks > 1
+        silent_s, stuck_s = engine.silent_s, max(engine.silent_s, engine.stuck_s)
         engine.silent_s += BEAT_S
-        stopped = engine.silent_s > STOPPED_S and is_stopped(process.pid)
-        if stuck_s < (limit_s if engine.loaded else max(limit_s, LOAD_S)) and not stopped:
+        halt = find_halt(process.pid) if silent_s >= HALT_S else None
+        lost = halt == ENDED or (halt and ranked) or ((halt or ranked) and silent_s >= QUIET_S)
+        if not lost and stuck_s < (limit_s if engine.loaded else max(limit_s, LOAD_S)):
             loop.call_later(BEAT_S, self._watch_engine, name, process)
             return
-        why = f"it {'had work and ended no step' if engine.loaded else 'gave no sign of life'} for {stuck_s:.0f} s"
-        why = "a signal has stopped it" if stopped else why
+        had = "had work and ended no step" if engine.stuck_s > silent_s else "gave no sign of life"
+        why = f"its process {halt}" if halt else f"it {had} for {stuck_s:.0f} s"
+        if engine.loaded and self._front.process is not None:  # the link may break much later
+            self._front.process.control.send("lost", replica=[*self._engines].index(name), why=why)
+        if halt == ENDED:
+            return
         log.error("the %s is stuck: %s; the stacks of its threads follow", name, why)
         if engine.loaded:
             engine.error = EngineDeadError(f"The engine was ended: {why}.")
@@ -202,7 +208,7 @@ class Supervisor:
         """Give engine and front a socket to each other if both have opened the same build; else end the older one."""
         slot = self._engines[name]
         engine, front = slot.process, self._front.process
-        if engine is None or front is None or not (slot.loaded and self._front.loaded):
+        if engine is None or front is None or slot.killed or not (slot.loaded and self._front.loaded):
             return
         if slot.build != self._front.build and None not in (slot.build, self._front.build):
             name, older = min((name, slot), ("front", self._front), key=lambda item: item[1].started_at)
@@ -229,7 +235,7 @@ class Supervisor:
         engine = self._engines[name]
         match message["kind"]:
             case "ready":
-                engine.loaded, engine.build = True, message["build"]
+                engine.loaded, engine.build, engine.ranks = True, message["build"], message["ranks"]
                 engine.ready_at = time.monotonic()
                 self._join_processes(name)
             case "beat":

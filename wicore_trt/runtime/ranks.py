@@ -29,7 +29,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from wicore_trt.child_process import child_command, import_named, start_beside
+from wicore_trt.child_process import child_command, find_halt, import_named, start_beside
 from wicore_trt.cores import count_cores
 from wicore_trt.errors import EnvironmentUnfitError, RankError, WicoreError, error_named
 from wicore_trt.model.spec import Gemma3Spec
@@ -42,9 +42,9 @@ from wicore_trt.types import Bytes, SamplingParams
 
 log = logging.getLogger(__name__)
 
-BEAT_S, SILENCE_S = 0.25, 2.0
-"""How often a rank's process says that it runs, whatever it computes; for how long it may be silent in a step. Between
-steps it may be so for five times as long."""
+BEAT_S, HALT_S, SILENCE_S, REST_S = 0.25, 1.0, 1.5, 10.0
+"""How often a rank's process says that it runs, whatever it computes; for how long it may be silent once it was stopped
+or has ended, else in a step, and else between steps."""
 START_S = 60.0
 """For how long a rank may be silent while it starts and loads."""
 SEND_S = 10.0
@@ -356,9 +356,11 @@ class _Ranks:
         self.exchange.within_step = True
         try:
             yield
+        except RankError as error:
+            raise self.fail(error) from error
         except Exception as error:
             if self.exchange.within_step:
-                self.fail(error if isinstance(error, RankError) else RankError(f"rank 0 failed in a step: {error}"))
+                self.fail(RankError(f"rank 0 failed in a step: {error}"))
             raise
 
     def close(self) -> None:
@@ -388,7 +390,7 @@ class _Ranks:
         """Note that no step can run any more, and end the others; return the first reason, or that a rank is silent."""
         if self.failure is None and not self._closing:
             silent = [rank for rank in range(1, self.count) if time.monotonic() - self._beats[rank] >= 4 * BEAT_S]
-            self.failure = RankError(f"rank {silent[0]} hangs") if silent else error
+            self.failure = self._name_fault(silent[0]) if silent else error
             log.error("%s; this engine ends", self.failure)
             self.on_failure(self.failure)
             if self.flag is not None:
@@ -396,6 +398,9 @@ class _Ranks:
             for process in self.processes:
                 process.kill()
         return self.failure or error
+
+    def _name_fault(self, rank: int) -> RankError:
+        return RankError(f"rank {rank} {find_halt(self.processes[rank - 1].pid) or 'hangs'}")
 
     def _is_alive(self, rank: int) -> bool:
         """Count a glance at a rank that is waited for, and tell whether it has beaten lately. Glances are GLANCE_S
@@ -405,11 +410,12 @@ class _Ranks:
 
     def _await_message(self, rank: int, sock: MessageSocket) -> tuple[list[Any], list[int]] | None:
         """Receive a rank's next message, and note that it hangs when it does not even beat, while no step runs, too."""
-        glances = 0
+        silent_s = 0.0
         while not sock.has_message(GLANCE_S):
-            glances += 1
-            if glances * GLANCE_S >= (5 * SILENCE_S if self._loaded else START_S):
-                self.fail(RankError(f"rank {rank} hangs"))
+            silent_s += GLANCE_S
+            halted = silent_s >= HALT_S and find_halt(self.processes[rank - 1].pid)
+            if halted or silent_s >= (REST_S if self._loaded else START_S):
+                self.fail(self._name_fault(rank))
         return sock.receive()
 
     def _read_replies(self, rank: int, sock: MessageSocket) -> None:

@@ -172,6 +172,8 @@ class FrontProcess(ServingProcess):
                 else:
                     log.warning("too many files are open here for a link to the engine; asking for it again")
                     asyncio.get_running_loop().call_later(RELINK_S, self._ask_for_link, replica)
+            case "lost":
+                self._replicas[message["replica"]].leave_engine(message["why"])
             case "drain":
                 self.stop_serving()
             case "refuse":
