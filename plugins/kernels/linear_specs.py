@@ -54,7 +54,8 @@ def linear_spec(shape: LinearShape, config: LinearConfig, target: str) -> Kernel
         constants |= {"LARGEST": shape.largest}
         constants |= {"EXACT_EVERY": min(EXACT_EVERY, config.block_k) if shape.fp8_input else 0}
     signature = {argument: types[argument] for argument in function.arg_names if argument in types}
-    aligned, name = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}, _name(shape, config, native)
+    aligned = frozenset(signature) & {"x", "w", "out", "w_scale", "partials"}
+    name = _name(shape, config, native)
     return KernelSpec(name, function, signature, constants, aligned, config.num_warps, config.num_stages)
 
 

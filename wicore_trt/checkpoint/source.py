@@ -184,7 +184,8 @@ class HfSource(Source):
         self.vision = None if text_only else self._settle_vision(images)
 
     def _read_generation(self, path: Path) -> dict[str, Any]:
-        found, limit = self.door.read_json(path) if is_present(path) else {}, self.spec.vocab_size
+        found = self.door.read_json(path) if is_present(path) else {}
+        limit = self.spec.vocab_size
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = found.get(key)
             for token in value if isinstance(value, list) and key == "eos_token_id" else [value]:

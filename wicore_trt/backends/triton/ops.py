@@ -196,7 +196,8 @@ class TritonOps:
         self._index = {i: n for g in model.pools for n, i in enumerate(self._spec.layers_of(g))}
         self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
         # Of larger steps than graphs take; those keep their queries elsewhere.
-        large, segments = self._n > model.memory.queries.shape[1] and not step.plan.images, model.segments
+        large = self._n > model.memory.queries.shape[1] and not step.plan.images
+        segments = model.segments
         self._segments = segments if large and segments and segments.find_long_slices(step.slices) else None
 
     def embed(self) -> Value:
@@ -397,7 +398,8 @@ class TritonOps:
         return memory.q[:rows]
 
     def _attend_prefill(self, q: torch.Tensor, out: torch.Tensor, layer: int, slices: Slices, tables: Tables) -> None:
-        group, role = self._groups[layer], roles.PREFILL if slices.key_ends is None else roles.PREFILL_IMAGES
+        role = roles.PREFILL if slices.key_ends is None else roles.PREFILL_IMAGES
+        group = self._groups[layer]
         rows, scores = (q.data_ptr(), out.data_ptr()), (group.softmax_scale, group.window)
         self._launch(role, decode_layout.prefill_launch, rows, self._layer_pool(layer), tables, slices, *scores)
 

@@ -47,7 +47,8 @@ def scaled_mm(
         if not x.is_cuda:
             out[part].copy_((x[part].float() @ w.float().T) * x_scale[part, None] * w_scale)
             continue
-        scales, fast = {"scale_a": x_scale[part, None], "scale_b": w_scale[None, :]}, w.shape[1] <= FAST_SUMS
+        scales = {"scale_a": x_scale[part, None], "scale_b": w_scale[None, :]}
+        fast = w.shape[1] <= FAST_SUMS
         # PyTorch has no public name for it.
         torch._scaled_mm(x[part], w.T, **scales, out_dtype=out.dtype, use_fast_accum=fast, out=out[part])  # noqa: SLF001
 

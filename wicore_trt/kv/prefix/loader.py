@@ -191,7 +191,8 @@ class PrefixLoader:
         load.expected, load.failures = pages.keys[:stop], manager.failures
         manager.expect_pages(load.expected)
         load.mark_unread(read)
-        now, from_disk = self._clock(), sum(len(load.unread[g]) * count for g, count in self._page_bytes.items())
+        from_disk = sum(len(load.unread[group]) * count for group, count in self._page_bytes.items())
+        now = self._clock()
         self._begun[load] = BegunLoad(chosen, chosen, now, from_disk, came_at=now)
         self.tiers.loads.begin_load(load)
         return True
