@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wicore_trt.config import load_settings
 from wicore_trt.core.assemble import LoadedEngine, load_engine
-from wicore_trt.core.text_engine import ImageLimits, apply_turn_end, encode_request, prepare_images_now
+from wicore_trt.core.prompts import IMAGE_LIMITS, ImageLimits, apply_turn_end, encode_request, prepare_images_now
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import WicoreError, missing_package
 from wicore_trt.images.files import take_images
@@ -50,7 +50,7 @@ class LLM:
             raise missing_package(error.name) or error from error
 
     def _take_engine(self, loaded: LoadedEngine, images: ImageLimits | None = None) -> None:
-        self._image_limits = images or ImageLimits()
+        self._image_limits = images or IMAGE_LIMITS
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
         self._core = loaded.core

@@ -18,7 +18,8 @@ from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 from wicore_trt.config import KVSettings
 from wicore_trt.core.limits import Limits
 from wicore_trt.core.loop import EngineLoop
-from wicore_trt.core.text_engine import INLINE_CHARS, TextEngine
+from wicore_trt.core.prompts import INLINE_CHARS
+from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import DeadlineError, InvalidRequestError, QueueFullError, WicoreError
 from wicore_trt.types import (
     CacheHints,

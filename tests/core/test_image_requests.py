@@ -17,7 +17,8 @@ from PIL import Image
 from tiny_images import BOI, EOI, SOFT, TOKENS, write_image_tokenizer
 
 from wicore_trt.core.port import EnginePort
-from wicore_trt.core.text_engine import ImageLimits, TextEngine, TextStream
+from wicore_trt.core.prompts import ImageLimits
+from wicore_trt.core.text_engine import TextEngine, TextStream
 from wicore_trt.errors import DeadlineError, InvalidRequestError
 from wicore_trt.images import prepare
 from wicore_trt.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 from fakes import FAKE_INFO, FakeTokenizer, greedy, make_core
 from linked import engine_of, way  # noqa: F401 -- a fixture of each test
 
-from wicore_trt.core import text_engine
+from wicore_trt.core import prompts
 from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.core.text_output import SequenceText
 from wicore_trt.errors import QueueFullError, WicoreError
@@ -65,8 +65,8 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
         assert gate.wait(60)
         return replace(image, data=b"", pixels=(bytes(3 * info.size**2),), digests=(bytes(32),))
 
-    monkeypatch.setattr(text_engine, "prepare_image", prepare)
-    monkeypatch.setattr(text_engine, "INLINE_CHARS", 4)
+    monkeypatch.setattr(prompts, "prepare_image", prepare)
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 4)
     info = replace(FAKE_INFO, images=ImageInfo(2, 1, 5, 6, 7))
     engine = TextEngine(engine_of(make_core(), 100), TOKENIZER, info)
     asked = [
@@ -86,7 +86,7 @@ async def test_texts_do_not_wait_for_pictures(monkeypatch):
 
 
 async def test_a_request_is_aborted_while_its_prompt_is_read(monkeypatch):
-    monkeypatch.setattr(text_engine, "INLINE_CHARS", 4)
+    monkeypatch.setattr(prompts, "INLINE_CHARS", 4)
     core = make_core()
     core.executor.step_s = 0.02
     engine = TextEngine(engine_of(core, 100), TOKENIZER, FAKE_INFO)

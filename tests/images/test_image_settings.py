@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from wicore_trt.config import load_settings
-from wicore_trt.core.text_engine import ImageLimits
+from wicore_trt.core.prompts import ImageLimits
 from wicore_trt.serve.front import FrontProcess
 
 

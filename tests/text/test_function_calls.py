@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from synthetic_tokenizer import backend, write
 
-from wicore_trt.core.text_engine import apply_turn_end
+from wicore_trt.core.prompts import apply_turn_end
 from wicore_trt.text.calls import CallFinder, Function, calls_constraint, gather_parts
 from wicore_trt.text.detokenizer import IncrementalDetokenizer
 from wicore_trt.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_images import BOI, EOI, SOFT, TOKENS, load_processor, write_image_tokenizer
 
 from wicore_trt.arithmetic import div_ceil
-from wicore_trt.core.text_engine import ImageLimits, encode_request, prepare_images_now
+from wicore_trt.core.prompts import ImageLimits, encode_request, prepare_images_now
 from wicore_trt.errors import ContextLengthError, InvalidRequestError
 from wicore_trt.images.files import take_images
 from wicore_trt.images.prepare import PIECES

@@ -7,7 +7,7 @@ import json
 import pytest
 from synthetic_tokenizer import END_OF_TURN
 
-from wicore_trt.core.text_engine import apply_turn_end
+from wicore_trt.core.prompts import apply_turn_end
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.text.turns import has_calls, render_turns
 from wicore_trt.types import SamplingParams, TextRequest

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from wicore_trt.access.calls import Call
 from wicore_trt.access.entry import GenerationCall
-from wicore_trt.core.text_engine import tokenize_prompt
+from wicore_trt.core.prompts import tokenize_prompt
 from wicore_trt.errors import InvalidRequestError
 from wicore_trt.http.bodies import ChatBody, CompletionBody, GenerationFields, StreamOptions
 from wicore_trt.http.context import Context

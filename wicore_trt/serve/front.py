@@ -22,7 +22,8 @@ from wicore_trt.child_process import import_named
 from wicore_trt.collector import collect_rarely
 from wicore_trt.config import Settings, settings_from_json
 from wicore_trt.core.port import EnginePort
-from wicore_trt.core.text_engine import ImageLimits, TextEngine
+from wicore_trt.core.prompts import ImageLimits
+from wicore_trt.core.text_engine import TextEngine
 from wicore_trt.errors import WicoreError
 from wicore_trt.link.remote import RemoteEngine
 from wicore_trt.link.replicas import Replicas

@@ -26,8 +26,8 @@ from wicore_trt.access.entry import EntryState, GenerationCall
 from wicore_trt.access.keys import Identity
 from wicore_trt.checks import check_count
 from wicore_trt.core.port import UNKNOWN, Change, Position
+from wicore_trt.core.prompts import tokenize_prompt
 from wicore_trt.core.shares import Gate
-from wicore_trt.core.text_engine import tokenize_prompt
 from wicore_trt.errors import AuthenticationError, DeadlineError, InvalidRequestError
 from wicore_trt.serve import convert
 from wicore_trt.serve.gen.wicore.inference.v1 import inference_pb2 as pb2
