@@ -4,7 +4,7 @@
 
 Random weights: times do not depend on them. The bound counts products alone, at TFLOPS that large ones reach on an
 H100. The product's way is the first of each list. Every figure is the median over runs of a CUDA graph. What images
-cost sequences that decode: `benchmarks.gpu.vision_beside`.
+cost sequences that decode: `benchmarks.serve.images`.
 """
 
 from __future__ import annotations

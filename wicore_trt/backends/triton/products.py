@@ -16,13 +16,12 @@ FAST_SUMS = 21504
 """The longest sum (columns of the weights) that an FP8 product may leave to Hopper's matrix units alone, which add in
 about 14 bits; longer ones are added in float32 every 128 products. On random 27B rows that is an error of 4.0e-3 (sums
 of 21,504) or 2.3e-3 (5,376) of the result instead of bfloat16's 1.7e-3, where rounding both operands to E4M3 makes
-about 4e-2; `benchmarks.gpu.kernels.prefill` prints it beside the time, a seventh less for prefill."""
-
+about 4e-2. A prefill takes a seventh less (H100)."""
 
 SLICE_ROWS = {"float": 2048, "scaled": 4096}
 """Rows that one product takes. On an H100 more of them take longer each: 62 layers of 27B 69.4 ms per 1,024 rows when
-2,048 are multiplied at once and 75.4 with 8,192 (bfloat16), 35.5 with 4,096 and 39.1 with 8,192 (E4M3); by
-`benchmarks.gpu.kernels.prefill`, in short runs. A prefill of seconds is bound by power, and then they take the same."""
+2,048 are multiplied at once and 75.4 with 8,192 (bfloat16), 35.5 with 4,096 and 39.1 with 8,192 (E4M3), in short runs.
+A prefill of seconds is bound by power, and then they take the same."""
 
 
 def float_mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
