@@ -20,6 +20,7 @@ COMMANDS = {name for names in PANELS.values() for name in names}
 FILE = re.compile(r"(?<![\w./~-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|proto|toml|md))\b(?!/)")
 DIRECTORY = re.compile(r"`((?:wicore_trt|cli|recipes|plugins|tests|examples|docs)/[\w/-]*)`")
 SYMBOL = re.compile(r"`(wicore_trt(?:\.\w+)+)")
+PROGRAM = re.compile(r"python\s+-m\s+((?:benchmarks|tests)(?:\.\w+)+)")
 COMMAND = re.compile(r"(?:^|[`$ ])wicore ([a-z]+)", re.M)
 CALL = re.compile(r"(?:^|[`$;&( ])wicore ((?:[a-z]+ ?)+)([^`\n|;&#)]*)", re.M)
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
@@ -73,6 +74,8 @@ def unknown_names(text: str) -> list[str]:
     found = [f for f in FILE.findall(text) if not any(n == f or n.endswith(f"/{f}") for n in files)]
     found += [d for d in DIRECTORY.findall(text) if not any(n.startswith(d.rstrip("/")) for n in files)]
     found += [s for s in SYMBOL.findall(text) if not resolves(s)]
+    programs = [name.replace(".", "/") for name in PROGRAM.findall(text)]
+    found += [p for p in programs if f"{p}.py" not in files and f"{p}/__main__.py" not in files]
     found += [f"wicore {c}" for c in COMMAND.findall(text) if c not in COMMANDS]
     found += unknown_options(text)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -103,6 +106,8 @@ def test_documents_name_what_exists(path: str) -> None:
             "`wicore_trt.engine.manifest.Manifest` and `wicore_trt.engine.manifest.No`",
             ["wicore_trt.engine.manifest.No"],
         ),
+        ("`python -m benchmarks.kv.policies`, `python -m tests.oracle`", []),
+        ("`python -m\nbenchmarks.kv.nothing --seeds 2`", ["benchmarks/kv/nothing"]),
         ("$ wicore build a b && wicore destroy c", ["wicore destroy"]),
         ("wicore kv plan --model m --modle n | wicore serve e --max-num-seqs 1 --device 0", ["plan --modle"]),
         ("run `make setup` or `make coffee`", ["make coffee"]),
