@@ -16,7 +16,7 @@ from backend_trtllm.trtllm_stand_in import FinishReason as Theirs
 
 from wicore_trt.backends.trtllm.executor import TrtllmExecutor
 from wicore_trt.engine.directory import EngineDir, open_engine
-from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError
+from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError
 from wicore_trt.runtime.options import ExecutorOptions
 from wicore_trt.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
@@ -70,20 +70,6 @@ def test_configuration(engine: EngineDir) -> None:
     assert (kv.free_gpu_memory_fraction, kv.host_cache_size) == (0.5, None)
     assert executor.kernels == "tensorrt-llm-1.2.1-sm90"
     executor.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"device": "cpu"}, "executor.device"),
-        ({"kernels": "torch"}, "executor.kernels"),
-        ({"threads": 2}, "executor.threads"),
-        ({"batch_invariant": True}, "executor.batch_invariant"),
-    ],
-)
-def test_settings_that_it_does_not_have_are_named(engine: EngineDir, settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        TrtllmExecutor(engine, ExecutorOptions(**settings))
 
 
 def test_without_the_library_the_error_says_what_to_install(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:

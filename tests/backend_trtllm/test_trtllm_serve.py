@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from backend_trtllm.trtllm_stand_in import Executor, next_token
 from grpc_health.v1 import health_pb2
 from serve.serving import Process, Running, failure, rest_of, serving, stats_now, until
@@ -230,12 +231,33 @@ async def test_kv_events_are_refused(trtllm_engine: Path) -> None:
     [
         ("kv.host_bytes", "1GiB"), ("kv.device_bytes", "1GiB"), ("kv.page_tokens", 16), ("kv.salt", "x" * 32),
         ("kv.policy", "lru"), ("executor.threads", 2), ("executor.device", "cpu"), ("executor.batch_invariant", True),
+        ("executor.compare_ranks", True), ("executor.peer_access", False),
     ],
 )  # fmt: skip
 def test_settings_are_refused_by_name(trtllm_engine: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: ") as found:
         load(trtllm_engine, **{name: value})
     assert "\n" not in str(found.value) and not Executor.made
+
+
+def test_gpus_are_chosen_before_the_library_sees_any_or_refused(
+    trtllm_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+
+    def choose(devices: str, **settings: Any) -> None:
+        given = {"engine": str(trtllm_engine), "executor.devices": devices, **settings}
+        load_engine(load_settings(None, given)).core.close()
+
+    choose("5,2")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,2"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        choose("5,2")
+        with pytest.raises(ConfigError, match="uses GPUs already"):
+            choose("5")
+    with pytest.raises(ConfigError, match="would run on the CPU"):
+        choose("5", **{"executor.device": "cpu"})
 
 
 def test_measurements_of_single_steps_are_refused(trtllm_engine: Path) -> None:

@@ -163,6 +163,7 @@ def test_the_machine_is_divided_and_its_replicas_have_one_secret(tmp_path):
     assert {part.kv.host_bytes for part in parts} == {3}
     assert sum(part.kv.disk_bytes for part in parts) <= settings.kv.disk_bytes
     assert sum(part.executor.threads for part in parts) <= max(3, count_cores())
+    assert all(part.executor.threads for part in parts) and not divide_settings(settings, 0, ["0"]).executor.threads
     assert [Path(part.kv.disk_path).name for part in parts] == ["replica-0", "replica-1", "replica-2"]
     one = load_settings(None, {"kv": {"host_bytes": 10, "disk_path": str(tmp_path)}})
     assert divide_settings(one, 0) is one

@@ -90,6 +90,8 @@ def test_native_kernels_are_refused_with_the_reason_and_auto_falls_back() -> Non
     with pytest.raises(EnvironmentUnfitError, match="head_dim 20"):
         executor_of(model, kernels="native")
     assert executor_of(model, kernels="auto").kernels.startswith(f"torch-{torch.__version__}-cpu-")
+    with pytest.raises(ConfigError, match="batch_invariant: the torch operators"):
+        executor_of(model, kernels="auto", batch_invariant=True)
 
 
 def test_torch_operators_on_another_device_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
-from wicore_trt.config import BATCH_TOKENS, KVSettings, Settings
+from wicore_trt.config import BATCH_TOKENS, ExecutorSettings, KVSettings, Settings
 from wicore_trt.core.assemble_kv import make_cache
 from wicore_trt.core.engine import EngineCore
 from wicore_trt.core.limits import Limits
@@ -59,8 +59,8 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
     this machine cannot run it or the KV pool is too small for max_context tokens."""
     if settings.engine is None:
         raise ConfigError("No engine is named.", fix="Give its directory: wicore serve ENGINE.")
-    if settings.executor.devices and not serves:  # a server has told its processes
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.executor.devices)
+    if settings.executor.devices:
+        _choose_devices(settings.executor, serves=serves)
     engine = open_engine(Path(settings.engine))
     tokenizer = Tokenizer.from_files(engine.read_present(FILES), engine.path)
     manifest = engine.manifest
@@ -102,6 +102,22 @@ def load_engine(settings: Settings, executor: Executor | None = None, *, serves:
         images=ImageInfo(v.image_size, v.tokens, v.begin_id, v.soft_id, v.end_id) if (v := manifest.vision) else None,
     )  # fmt: skip
     return LoadedEngine(core, tokenizer, info)
+
+
+def _choose_devices(given: ExecutorSettings, *, serves: bool) -> None:
+    """Let this process see the GPUs of `given.devices` alone, which a server has told its processes. Raises ConfigError
+    where that has no effect."""
+    import torch
+
+    names, named = ",".join(given.devices), "CUDA_VISIBLE_DEVICES"
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not serves and initialized and os.environ.get(named) != names:
+        fix = f"Set {named} to {names} before it starts."
+        raise ConfigError("executor.devices: this process uses GPUs already.", fix=fix)
+    if not serves:
+        os.environ[named] = names
+    if given.device == "cpu" or (given.device == "auto" and not torch.cuda.is_available()):
+        raise ConfigError("executor.devices: the engine would run on the CPU.", fix="Leave executor.devices out.")
 
 
 def _make_request_core(engine: EngineDir, settings: Settings, tokenizer: Tokenizer, max_context: int) -> RequestCore:

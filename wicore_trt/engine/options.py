@@ -68,8 +68,18 @@ class BuildOptions:
         return dtype
 
 
+OF_SOME = {
+    "kernels": "executor.kernels", "threads": "executor.threads", "batch_invariant": "executor.batch_invariant",
+    "peer_access": "executor.peer_access", "compare_ranks": "executor.compare_ranks",
+    "kv_fraction": "kv.device_fraction",
+}  # fmt: skip
+"""Options of an executor that some backends lack, and the settings that they come from."""
+
+
 class Backend(ABC):
-    """Compiles and opens engines: base of the classes named in BACKENDS."""
+    """Compiles and opens engines: base of the classes named in BACKENDS. `has`: what it knows of OF_SOME."""
+
+    has: frozenset[str] = frozenset()
 
     @abstractmethod
     def targets(self, options: BuildOptions) -> list[str]:
@@ -89,11 +99,19 @@ class Backend(ABC):
         `compiled`. `options` have their targets and max_context filled in."""
         return {}
 
-    @abstractmethod
     def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
         """Return the executor of an engine of this backend, a RequestExecutor for those in SCHEDULE_THEMSELVES.
         Raises EnvironmentUnfitError where this machine cannot run it, EngineFormatError for files that do not fit,
-        ConfigError for settings that do not."""
+        ConfigError for settings that do not or that would have no effect."""
+        for name, key in OF_SOME.items():
+            if name not in self.has and getattr(settings, name) != getattr(type(settings)(), name):
+                backend = engine.manifest.backend
+                raise ConfigError(f"{key}: engines of backend {backend} do not have it.", fix=f"Leave {key} out.")
+        return self.open_fit(engine, settings)
+
+    @abstractmethod
+    def open_fit(self, engine: EngineDir, settings: ExecutorOptions) -> Executor | RequestExecutor:
+        """Do the work of `open`, for settings that this backend has."""
 
 
 BACKENDS = {

@@ -21,16 +21,16 @@ from wicore_trt.types import REPLICA_HOME
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def divide_settings(settings: Settings, replica: int) -> Settings:
+def divide_settings(settings: Settings, replica: int, gpus: Sequence[str] = ()) -> Settings:
     """Make the settings of one replica: its share of the memory and disk space given, a directory below the one given,
-    and its share of the cores unless a number of threads is set."""
+    and without GPUs its share of the cores unless a number of threads is set."""
     count, kv, executor = settings.server.replicas, settings.kv, settings.executor
     if count == 1:
         return settings
     path = None if kv.disk_path is None else str(Path(kv.disk_path) / REPLICA_HOME.format(replica))
     host_bytes = max(1, kv.host_bytes // count) if kv.host_bytes else 0
     kv = replace(kv, host_bytes=host_bytes, disk_bytes=max(1, kv.disk_bytes // count), disk_path=path)
-    threads = executor.threads or max(1, count_cores() // count)
+    threads = executor.threads or (0 if gpus else max(1, count_cores() // count))
     return replace(settings, kv=kv, executor=replace(executor, threads=threads))
 
 

@@ -149,7 +149,7 @@ class Supervisor:
             "wicore_trt.process.engine", partial(self._on_engine_message, name), partial(self._on_exit, name),
             divide_gpus(self._gpus, replica, len(self._engines)),
         )  # fmt: skip
-        settings = divide_settings(self._loaded.settings, replica)
+        settings = divide_settings(self._loaded.settings, replica, self._gpus)
         child.control.send("start", settings=settings_to_json(settings), loader=self._load_engine)
         self._watch_engine(name, child)
 

@@ -91,7 +91,7 @@ class TensorRTBackend(Backend):
             "max_chunk": limits.max_chunk,
         }
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
+    def open_fit(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.tensorrt.executor import open_executor
 
         return open_executor(engine, settings)

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class TorchBackend(Backend):
     """Backend wherever PyTorch runs; it compiles nothing."""
 
+    has = frozenset({"kernels", "threads", "batch_invariant", "peer_access", "compare_ranks"})
+
     def targets(self, options: BuildOptions) -> list[str]:
         if options.targets:
             raise ConfigError("backend 'torch' takes no targets.", fix="Leave --target out.")
         return ["any"]
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
+    def open_fit(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.torch.executor import TorchExecutor
 
         manifest = engine.manifest

@@ -23,7 +23,7 @@ from wicore_trt.backends.torch.ops import TorchModel, TorchOps
 from wicore_trt.backends.torch.vision import VisionWeights, open_encoder
 from wicore_trt.backends.torch.weights import BLOCK_DTYPES, EngineTensors, fuse_weights, load_engine_tensors
 from wicore_trt.cores import count_cores
-from wicore_trt.errors import EnvironmentUnfitError
+from wicore_trt.errors import ConfigError, EnvironmentUnfitError
 from wicore_trt.memory import check_room
 from wicore_trt.model.gemma3 import forward
 from wicore_trt.model.spec import GLOBAL, Gemma3Spec
@@ -166,6 +166,8 @@ def _make_operators(
     """Return the kernels' name and the function that computes a step, which holds the weights."""
     library = None if settings.kernels == "torch" else _native_library(engine, settings.kernels, device)
     if library is None:
+        if settings.batch_invariant:
+            raise ConfigError("executor.batch_invariant: the torch operators lack it.", fix="Leave it out.")
         model = TorchModel(engine.spec, engine.dtype, engine.tensors, pools, device)
         spec, make_ops = engine.spec, partial(TorchOps, model, ranks=ranks)
         return kernels_name(torch_kernels(device), SOURCES), lambda *step: forward(make_ops(*step), spec)

@@ -28,6 +28,8 @@ SIZES = 16
 
 
 class TritonBackend(Backend):
+    has = frozenset({"batch_invariant", "peer_access", "compare_ranks", "kv_fraction"})
+
     def targets(self, options: BuildOptions) -> list[str]:
         known = ", ".join(TARGETS)
         if not options.targets:
@@ -66,7 +68,7 @@ class TritonBackend(Backend):
         facts: dict[str, Any] = {"flavour": "triton", "version": ", ".join(sorted(versions))}
         return facts | {"kernels": {target: len(kernels) for target, (_, kernels) in tables.items()}}
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
+    def open_fit(self, engine: EngineDir, settings: ExecutorOptions) -> Executor:
         from wicore_trt.backends.triton import executor
 
         manifest = engine.manifest

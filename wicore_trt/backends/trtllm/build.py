@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 class TensorRTLLMBackend(Backend):
     """Backend whose part of the engine directory is `trtllm/`."""
 
+    has = frozenset({"kv_fraction"})
+
     def targets(self, options: BuildOptions) -> list[str]:
         """List the architecture that `trtllm-build` compiles for: always this machine's GPU, as ["sm90"].
         Raises ConfigError when another was asked for, EnvironmentUnfitError without TensorRT-LLM 1.2 or a GPU."""
@@ -93,7 +95,7 @@ class TensorRTLLMBackend(Backend):
             shutil.rmtree(scratch, ignore_errors=True)
         return {"flavour": "tensorrt-llm", "tensorrt_llm": installed, "directory": ENGINE_DIR, "arguments": arguments}
 
-    def open(self, engine: EngineDir, settings: ExecutorOptions) -> RequestExecutor:
+    def open_fit(self, engine: EngineDir, settings: ExecutorOptions) -> RequestExecutor:
         from wicore_trt.backends.trtllm.executor import TrtllmExecutor
 
         return TrtllmExecutor(engine, settings)

@@ -40,7 +40,8 @@ class TrtllmExecutor:
     lacks; EngineFormatError for files that are no engine of one rank."""
 
     def __init__(self, engine: EngineDir, settings: ExecutorOptions) -> None:
-        _check_settings(settings)
+        if settings.device == "cpu":
+            raise ConfigError("executor.device: engines of backend tensorrt-llm run on GPUs.", fix="Leave it out.")
         version = require_tensorrt_llm()
         target = _check_machine(engine, version)
         config = _read_config(engine)
@@ -112,19 +113,6 @@ class TrtllmExecutor:
 
     def _forget_sequence(self, number: int, sequence: SequenceOutput) -> None:
         del self._sequences[number], self._ids[sequence.request.request_key, sequence.index]
-
-
-def _check_settings(settings: ExecutorOptions) -> None:
-    """Raises ConfigError for a setting that would have no effect."""
-    refused = {
-        "executor.device": settings.device == "cpu",
-        "executor.kernels": settings.kernels != "auto",
-        "executor.threads": settings.threads != 0,
-        "executor.batch_invariant": settings.batch_invariant,
-    }
-    for name, wanted in refused.items():
-        if wanted:
-            raise ConfigError(f"{name}: engines of backend tensorrt-llm do not have it.", fix=f"Leave {name} out.")
 
 
 def _check_machine(engine: EngineDir, installed: str) -> str:
