@@ -51,14 +51,15 @@ class DoctorCheck(NamedTuple):
     fix: str
 
 
-def check_machine(*, engine: Path | None, cache_dir: Path, port: int) -> list[DoctorCheck]:
+def check_machine(*, engine: Path | None, cache_dir: Path, port: int, http_port: int) -> list[DoctorCheck]:
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _check_python), ("system", _check_system),
         ("cpu", _check_cpu), ("memory", _check_memory), ("torch", _check_torch),
         ("native kernels", _native_kernels), ("gpu", _check_gpu), ("gpu links", _check_gpu_links),
         ("extras", _check_extras), ("versions", _list_versions),
         ("disk", lambda: _check_disk(cache_dir)), ("direct I/O", lambda: _direct_io(cache_dir)),
-        ("locked memory", _check_memlock), ("hugging face", _hugging_face), ("port", lambda: _check_port(port)),
+        ("locked memory", _check_memlock), ("hugging face", _hugging_face),
+        ("port", lambda: _check_port(port, "grpc")), ("HTTP port", lambda: _check_port(http_port, "http")),
     ]  # fmt: skip
     if engine is not None:
         checks.append(("engine", lambda: _check_engine(engine)))
@@ -232,18 +233,18 @@ def _hugging_face() -> Finding:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = bool(os.environ.get("HF_TOKEN")) or (home / "token").is_file()
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    found = f"token {'present' if token else 'absent'}, {'offline' if offline else 'online'}"
+    found = f"token {'present' if token else 'absent'}, HF_HUB_OFFLINE {'set' if offline else 'not set'}"
     fix = "Gated models need it: accept the licence on the model's page, then set HF_TOKEN or run `hf auth login`."
     return _judge(token or offline, found, fix)
 
 
-def _check_port(port: int) -> Finding:
+def _check_port(port: int, kind: str) -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            return WARN, f"{port}: {error.strerror}", "Stop what listens there, or serve with --grpc-port."
+            return WARN, f"{port}: {error.strerror}", f"Stop what listens there, or serve with --{kind}-port."
     return OK, f"{port} is free", ""
 
 

@@ -116,10 +116,10 @@ def command(
     if settings.build.source is None or settings.engine is None:
         raise ConfigError("build needs a SOURCE and an OUTPUT.", fix="Give both, or a recipe that names them.")
     if settings.build.backend not in BACKENDS:
-        said = f"there is no backend {settings.build.backend!r}."
+        said = f"there is no backend {settings.build.backend!r}. Known: {', '.join(BACKENDS)}."
         if backend is not None:
             raise typer.BadParameter(said, param_hint="--backend")
-        raise ConfigError(said, fix=f"Known: {', '.join(BACKENDS)}.")
+        raise ConfigError(said)
     calibration = _options.make_calibration(calibrate, calibrate_tokens, not no_kv_scales)
     lost: list[str] = []
     with progress(quiet=json) as report:

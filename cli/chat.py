@@ -342,7 +342,9 @@ def _send_request(url: str, path: str, body: object, api_key: str | None, ca: Pa
         known = {401: AuthenticationError, 503: UnavailableError}
         raise known.get(error.code, WicoreError)(text) from None
     except URLError as error:
-        raise UnavailableError(f"{url} does not answer: {error.reason}.") from None
+        why = getattr(error.reason, "strerror", None) or error.reason
+        fix = "Start a server (wicore serve) or give another address."
+        raise UnavailableError(f"No server answers at {url}: {why}.", fix=fix) from None
 
 
 def _read_parts(lines: Any) -> Iterator[ReplyPart]:

@@ -18,14 +18,15 @@ def command(
     cache_dir: Annotated[
         Path | None, Option(help="Directory of the KV disk tier and downloads. Default: ~/.cache.")
     ] = None,
-    port: Annotated[int, Option(help="Port that the server will listen on.")] = 50051,
+    port: Annotated[int, Option(help="gRPC port that the server will listen on.")] = 50051,
+    http_port: Annotated[int, Option(help="And its HTTP port.")] = 8000,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine; exit 4 when something makes it unfit. Never touches the network."""
     from wicore_trt.cli._checks import FAIL, check_machine
     from wicore_trt.cli._ui import print_json, print_table
 
-    rows = check_machine(engine=engine, cache_dir=cache_dir or Path.home() / ".cache", port=port)
+    rows = check_machine(engine=engine, cache_dir=cache_dir or Path.home() / ".cache", port=port, http_port=http_port)
     if json:
         print_json({"fit": all(r.state != FAIL for r in rows), "checks": [r._asdict() for r in rows]})
     else:

@@ -25,6 +25,8 @@ from wicore_trt.recipe import did_you_mean, read_recipe, resolve_recipe
 ENV_PREFIX = "WICORE_"
 ENV_OTHER = frozenset({"WICORE_DEBUG"})  # read by the command line itself; not settings
 _WIDTH = 80  # columns of a printed meaning
+_OF_A_SERVICE = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))\w*=.*|\w+_PORT=(tcp|udp|sctp)://.*")
+"""Variables that Kubernetes gives every pod beside a Service named wicore or wicore-something."""
 SECRETS = frozenset({"server.api_key", "kv.salt"})
 
 _UNITS = {"": 1, "B": 1, **{f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("B", 1000), ("iB", 1024))}}
@@ -86,6 +88,10 @@ class ExecutorSettings:
     """For tests of several ranks: compare rows behind the last layer, and the tokens that GPUs choose, and end an
     engine whose ranks differ."""
 
+    def __post_init__(self) -> None:
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices names one GPU twice: {','.join(self.devices)}")
+
 
 @settings(config=_STRICT, frozen=True)
 class KVSettings:
@@ -130,7 +136,7 @@ class KVSettings:
         if self.host_bytes and not self.prefix_cache:
             raise ValueError("host_bytes needs prefix_cache: without it nothing is kept; set host_bytes to 0")
         if self.disk_path is not None and not self.host_bytes:
-            raise ValueError("disk_path needs host_bytes: pages pass through host memory on their way to the device")
+            raise ValueError("disk_path needs host_bytes (--kv-host-bytes): pages pass through host memory")
 
 
 @settings(config=_STRICT, frozen=True)
@@ -223,6 +229,9 @@ class ServerSettings:
             raise ValueError("tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        socket = self.host.startswith("unix:")
+        if self.port and self.port == self.http_port and self.http_host in (None, self.host) and not socket:
+            raise ValueError(f"port and http_port are both {self.port}: gRPC and HTTP need one each")
 
 
 @settings(config=_STRICT, frozen=True)
@@ -377,6 +386,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for name in sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in ENV_OTHER):
         if name not in names:
+            if _OF_A_SERVICE.fullmatch(f"{name}={environ[name]}"):
+                continue
             raise ConfigError(f"environment variable {name} is not a setting.", fix=did_you_mean(name, names))
         found[names[name]] = (environ[name], f"env {name}")
     return found

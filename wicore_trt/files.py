@@ -169,6 +169,9 @@ class UntrustedFiles:
             dangling = os.path.islink(path)
             reason = f"is a link to {os.readlink(path)}, which does not exist" if dangling else "is missing"
             raise self.make_error(path, reason) from None
+        except PermissionError as error:
+            fix = "Let this user read it, and enter its directories."
+            raise self.error(f"{path} cannot be read: {error.strerror}.", fix=fix) from error
         except (OSError, ValueError) as error:
             raise self.make_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
         try:

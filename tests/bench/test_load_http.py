@@ -272,7 +272,7 @@ async def test_refusals_are_counted_apart_and_are_not_good():
 
 
 async def test_no_server_wrong_model_wrong_key_say_so():
-    with pytest.raises(UnavailableError, match="No server answers at http://127.0.0.1:1"):
+    with pytest.raises(UnavailableError, match="No server answers at http://127.0.0.1:1: Connection refused. Start"):
         await HttpTarget.connect("http://127.0.0.1:1")
     async with serving(api_key="secret") as running:
         with pytest.raises(WicoreError, match="401"):

@@ -180,7 +180,10 @@ def test_wrong_paths_say_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(TEXT_CONFIG))
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "engine.json").write_text("{}")
     for ref, message in (
+        (tmp_path / "engine", "is an engine; a build needs a model"),
         (tmp_path / "nothing", "does not exist.*hub id"),
         ("./a/b", "does not exist"),
         ("no/such/file.gguf", "does not exist"),

@@ -68,7 +68,7 @@ def test_ranks_make_up_the_whole(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "spec,tp,message",
     [
-        (_spec(8, 8), 3, "8 attention heads do not divide by tp 3"),
+        (_spec(8, 8), 3, "8 attention heads do not divide by tp 3. Use a tp of 1, 2, 4, 8."),
         (_spec(12, 4), 6, "4 KV heads can be neither split nor repeated over tp 6"),
         (_spec(8, 8, mlp=34), 4, "intermediate_size 34"),
         (_spec(8, 8, vocab=66), 4, "vocab_size 66 does not divide by tp 4"),

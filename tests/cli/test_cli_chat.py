@@ -70,6 +70,8 @@ def test_keys_and_addresses_that_are_wrong():
     with server(chat=True, server={"api_key": KEY}) as url:
         done = piped(url, "hello\n")
         assert done.returncode == 1 and "needs an API key" in done.stderr and done.stderr.count("\n") == 1
+        done = piped(url, "hello\n", "--api-key", "another")
+        assert done.returncode == 1 and "This API key is not one of the server's. Ask its operator" in done.stderr
         assert piped(url, "hello\n", "--api-key", KEY).stdout == answer_to("hello") + "\n"
     for where in (url, "127.0.0.1:1", "no/such"):
         done = piped(where, "hello\n")

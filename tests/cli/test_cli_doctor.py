@@ -17,8 +17,9 @@ from wicore_trt.cli.main import run_command
 from wicore_trt.engine.build import build_engine
 
 
-def rows_of(tmp_path: Path, engine: Path | None = None, port: int = 0) -> dict[str, checks.DoctorCheck]:
-    return {row.name: row for row in checks.check_machine(engine=engine, cache_dir=tmp_path, port=port)}
+def rows_of(tmp_path: Path, engine: Path | None = None, **ports: int) -> dict[str, checks.DoctorCheck]:
+    ports = {"port": 0, "http_port": 0} | ports
+    return {row.name: row for row in checks.check_machine(engine=engine, cache_dir=tmp_path, **ports)}
 
 
 def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
@@ -34,6 +35,7 @@ def test_report_is_complete_and_every_finding_has_a_fix(tmp_path: Path) -> None:
         "versions",
         "disk",
         "port",
+        "HTTP port",
     ]
     assert set(wanted) <= set(rows)
     for row in rows.values():
@@ -51,7 +53,7 @@ def test_a_broken_check_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     count = len(rows_of(tmp_path))
     for name in names:
         monkeypatch.setattr(checks, name, broken)
-    rows = checks.check_machine(engine=None, cache_dir=tmp_path, port=0)
+    rows = checks.check_machine(engine=None, cache_dir=tmp_path, port=0, http_port=0)
     assert len(rows) == count
     assert sum("could not be checked: ValueError('no such file')" in row.found for row in rows) == len(names)
 
@@ -74,7 +76,9 @@ def test_used_port(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert rows_of(tmp_path, port=other.getsockname()[1])["port"].state == checks.WARN
+        used = other.getsockname()[1]
+        assert rows_of(tmp_path, port=used)["port"].fix.endswith("--grpc-port.")
+        assert rows_of(tmp_path, http_port=used)["HTTP port"].fix.endswith("--http-port.")
 
 
 def test_missing_torch_is_a_warning_because_builds_need_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +150,12 @@ def test_hugging_face_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert rows_of(tmp_path)["hugging face"].found == "token absent, offline"
+    assert rows_of(tmp_path)["hugging face"].found == "token absent, HF_HUB_OFFLINE set"
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert rows_of(tmp_path)["hugging face"].state == checks.WARN
     (tmp_path / "token").write_text("hf_secret")
     row = rows_of(tmp_path)["hugging face"]
-    assert row.found == "token present, online" and "hf_secret" not in str(row)
+    assert row.found == "token present, HF_HUB_OFFLINE not set" and "hf_secret" not in str(row)
 
 
 def test_starts_with_the_standard_library_alone(tmp_path: Path) -> None:
@@ -159,7 +163,7 @@ def test_starts_with_the_standard_library_alone(tmp_path: Path) -> None:
     source = Path(checks.__file__)
     code = (
         f"import runpy; m = runpy.run_path({str(source)!r}); assert len(m['check_machine'](engine=None, "
-        f"cache_dir=m['Path']({str(tmp_path)!r}), port=0)) > 10"
+        f"cache_dir=m['Path']({str(tmp_path)!r}), port=0, http_port=0)) > 10"
     )
     done = subprocess.run([sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

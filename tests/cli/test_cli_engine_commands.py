@@ -75,7 +75,7 @@ def test_an_unknown_backend(
     assert run_command(["build", str(source), str(tmp_path / "e"), "--backend", "tritn"]) == 2
     monkeypatch.setenv("WICORE_BUILD__BACKEND", "tritn")
     assert run_command(["build", str(source), str(tmp_path / "e")]) == 3
-    assert "no backend 'tritn'" in capsys.readouterr().err
+    assert "no backend 'tritn'. Known: " in capsys.readouterr().err
 
 
 def test_many_files_of_a_directory_are_one_row() -> None:

@@ -153,6 +153,26 @@ def test_tiers_without_a_prefix_cache_are_refused_where_they_are_written(tmp_pat
     assert resolve_settings(None, off).settings.kv == KVSettings(prefix_cache=False)
 
 
+def test_one_port_or_gpu_for_two_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^--grpc-port: port and http_port are both 8000"):
+        resolve_settings(None, {"server.port": Flag("--grpc-port", 8000)}, {})
+    for apart in ({"server.http_host": "127.0.0.2"}, {"server.host": "unix:/a"}, {"server.http_port": 0}):
+        resolve_settings(None, {"server.port": 8000} | apart, {})
+    resolve_settings(None, {"server.port": 0, "server.http_port": 0}, {})
+    with pytest.raises(ConfigError, match="env WICORE_EXECUTOR__DEVICES: .*devices names one GPU twice: 1,0,1"):
+        resolve_settings(environ={"WICORE_EXECUTOR__DEVICES": "1,0,1"})
+
+
+def test_variables_of_a_kubernetes_service_pass_and_others_do_not() -> None:
+    address = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_GRPC": "80", "PORT": "tcp://10.0.0.1:80"}
+    address |= {f"PORT_80_TCP{end}": "10.0.0.1" for end in ("", "_PROTO", "_PORT", "_ADDR")}
+    resolve_settings(environ={f"WICORE_{name}": value for name, value in address.items()})
+    resolve_settings(environ={f"WICORE_GRPC_{name}": value for name, value in address.items()})
+    for name in ("WICORE_PORT", "WICORE_SERVER_PORT"):
+        with pytest.raises(ConfigError, match=f"{name} is not a setting"):
+            resolve_settings(environ={name: "80"})
+
+
 def test_variables_that_are_not_settings_pass() -> None:
     resolve_settings(environ={"PATH": "/", "HF_TOKEN": "x", **dict.fromkeys(ENV_OTHER, "1")})
 

@@ -49,6 +49,16 @@ def test_missing_directory_and_file_in_its_place(tmp_path: Path) -> None:
         open_engine(tmp_path / "file")
 
 
+def test_a_missing_engine_that_could_be_a_hub_id_is_built_into_engines(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, command in (("google/gemma", "google/gemma engines/gemma"), ("engines/gemma", "SOURCE engines/gemma")):
+        with pytest.raises(EngineFormatError, match=f"does not exist. Build one: wicore build {command}$"):
+            open_engine(Path(name))
+    (tmp_path / "google").mkdir()
+    with pytest.raises(EngineFormatError, match="wicore build SOURCE google/gemma$"):
+        open_engine(Path("google/gemma"))
+
+
 def test_foreign_directories(tmp_path: Path, engine: EngineDir) -> None:
     with pytest.raises(EngineFormatError, match="no engine.json"):
         open_engine(tmp_path)

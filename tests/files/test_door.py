@@ -46,6 +46,20 @@ def sparse(path: Path) -> None:
         file.truncate(1 << 38)
 
 
+def test_a_file_that_this_user_may_not_read_is_not_to_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.touch()
+
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match="config.json cannot be read: Permission denied. Let this user read it"):
+        UntrustedFiles(tmp_path, fix="Download it again.").read_bytes(path)
+
+
 @pytest.mark.parametrize("within", [True, False], ids=["inside", "anywhere"])
 @pytest.mark.parametrize("make", [fifo, unix_socket, device, folder, dangling, loop, sparse])
 def test_what_is_no_file_of_that_size_is_refused(

@@ -170,7 +170,10 @@ async def test_who_may_connect():
                 await websockets.connect(url, additional_headers={"x-api-key": KEY})
             response = caught.value.response
             assert response.status_code == 404 and response.headers["x-request-id"]
-            assert json.loads(response.body)["error"]["message"] == f"There is no {path}."
+            assert (
+                json.loads(response.body)["error"]["message"]
+                == f"There is no {path}. /openapi.json lists what there is."
+            )
 
 
 async def test_a_key_that_is_taken_back_begins_nothing_on_an_open_connection():

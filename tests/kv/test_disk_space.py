@@ -287,4 +287,4 @@ def test_a_file_system_that_is_too_small_is_said_at_the_start(tmp_path: Path, ca
     open_store(tmp_path).close()
     assert not caplog.records
     open_store(tmp_path, files=Full(0)).close()
-    assert "the file system has room for 0 of the" in caplog.text
+    assert "the disk has room for 0.0 of the" in caplog.text

@@ -98,6 +98,8 @@ async def test_api_key(metadata, admitted):
                 continue
             code, message, details = await failure(call)
             assert code is grpc.StatusCode.UNAUTHENTICATED and "s3cret" not in message
+            sent = metadata in ((("authorization", "Bearer s3cre"),), (("x-api-key", "S3CRET"),))
+            assert ("is not one of the server's" if sent else "needs an API key") in message
             assert details["ErrorInfo"].reason == "AUTHENTICATION"
         health = health_pb2_grpc.HealthStub(running.channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == Status.SERVING

@@ -86,6 +86,11 @@ def value_of(settings, key):
         (["serve", "gemma3-270m-cpu"], 4, "wicore build --recipe gemma3-270m-cpu"),
         (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
+        (
+            ["serve", "model.gguf"],
+            3,
+            "is a model; an engine or a recipe is needed. Build one: wicore build ",
+        ),
         (["serve", ".", "--port", "70000"], 3, "--port: "),
         (["serve", ".", "--tls-cert", "/nonexistent.pem"], 3, "error: --tls-cert: tls_cert and tls_key go together"),
         (["serve", ".", "--grpc-port", "5", "--tls-key", "/no.pem"], 3, "error: --tls-key: tls_cert and tls_key go"),
@@ -97,6 +102,7 @@ def value_of(settings, key):
 )
 def test_errors_are_one_line_and_an_exit_code(args, code, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
     assert run_command(args) == code
     err = capsys.readouterr().err
     assert text in err and "Traceback" not in err

@@ -17,7 +17,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from wicore_trt.access.keys import Identity
-from wicore_trt.errors import ForbiddenError, InvalidRequestError, NotFoundError, WicoreError, shortened, shown
+from wicore_trt.errors import (
+    AuthenticationError,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    WicoreError,
+    shortened,
+    shown,
+)
 from wicore_trt.types import SamplingParams, TextRequest
 
 access_log = logging.getLogger("wicore_trt.access")
@@ -93,6 +101,13 @@ def read_key(header: Callable[[str], str | None]) -> str:
     """Read the key in `authorization: Bearer KEY` or `x-api-key: KEY`; `header` returns a header by name."""
     scheme, _, token = (header("authorization") or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else header("x-api-key") or ""
+
+
+def refuse_key(header: Callable[[str], str | None], fix: str) -> AuthenticationError:
+    """Make the error of a call whose key is not known; `fix` says how a call without one sends it."""
+    if read_key(header):
+        return AuthenticationError("This API key is not one of the server's.", fix="Ask its operator for another.")
+    return AuthenticationError("This server needs an API key.", fix=fix)
 
 
 def check_request_id(request_id: str) -> str:

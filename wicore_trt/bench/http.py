@@ -9,6 +9,7 @@ aiohttp costs half as much as httpx for each chunk.
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import ssl
 import time
@@ -275,7 +276,10 @@ async def _read_model_list(session: aiohttp.ClientSession, url: str, model: str 
             async with session.get(f"{url}/status") as answer:
                 status = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise UnavailableError(f"No server answers at {url}: {error or type(error).__name__}.") from None
+        refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+        why = "Connection refused" if refused else error or type(error).__name__
+        fix = "Start one (wicore serve) or give another address."
+        raise UnavailableError(f"No server answers at {url}: {why}.", fix=fix) from None
     except UNREADABLE as error:
         raise WicoreError(f"{url} does not answer as OpenAI's API does: {error}.") from None
     size = None

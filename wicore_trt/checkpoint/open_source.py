@@ -43,6 +43,9 @@ def _open_base(
             raise CheckpointError(f"{path} is one file of a model.", fix=fix)
         return GgufSource(path, mmproj, text_only=text_only)
     if os.path.isdir(path):
+        if is_present(path / "engine.json") and not is_present(path / "config.json"):
+            fix = f"Serve it (wicore serve {quote_arg(path)}), or build from its model."
+            raise CheckpointError(f"{path} is an engine; a build needs a model.", fix=fix)
         safetensors = is_present(path / "config.json") and any(path.glob("*.safetensors"))
         gguf = None if safetensors else choose_gguf(path)
         if gguf is None:

@@ -197,6 +197,8 @@ def read_manifest(path: Path) -> Manifest:
     contradicts itself."""
     build = f"Build one: wicore build SOURCE {quote_arg(path)}"
     if not is_present(path):
+        if len(path.parts) == 2 and path.parent.name != "engines" and not is_present(path.parent):  # a hub id
+            build = f"Build one: wicore build {quote_arg(path)} engines/{quote_arg(path.name)}"
         raise EngineFormatError(f"engine {path} does not exist.", fix=build)
     if not os.path.isdir(path):
         fix = "Build one: wicore build SOURCE OUTPUT"

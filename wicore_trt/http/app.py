@@ -19,10 +19,18 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wicore_trt.access.admission import OTHER, VERBS
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, check_host, read_key, write_access_line
+from wicore_trt.access.calls import (
+    CURRENT,
+    REQUEST_ID_HEADER,
+    Call,
+    check_host,
+    read_key,
+    refuse_key,
+    write_access_line,
+)
 from wicore_trt.access.keys import EVERYBODY, Identity
 from wicore_trt.access.log import QuietLog
-from wicore_trt.errors import AuthenticationError, RateLimitError, WicoreError
+from wicore_trt.errors import RateLimitError, WicoreError
 from wicore_trt.http import errors
 from wicore_trt.http.context import Context
 from wicore_trt.http.page import load_assets
@@ -72,14 +80,16 @@ class HttpApp:
             if who is None:
                 self._refused("refused a request without a valid API key", peer=call.facts["peer"])
                 self._context.admission.counts.refused["http"] += 1
-                raise AuthenticationError("This server needs an API key.", fix="Send it as Authorization: Bearer KEY.")
+                raise refuse_key(headers.get, "Send it as Authorization: Bearer KEY.")
             with nullcontext() if path in KEYLESS else self._context.admission.calls.hold_place(who.tenant):
                 await self._router(scope, receive, answer)
         except errors.ClientGoneError:
             answer.status = errors.CLIENT_GONE
         except HTTPException as error:
             extra = [(k.encode(), v.encode()) for k, v in (error.headers or {}).items()]
-            known = {404: f"There is no {path}.", 405: f"{method} is not allowed here."}
+            other = (error.headers or {}).get("Allow", "another method")
+            wrong_path = f"There is no {path}. /openapi.json lists what there is."
+            known = {404: wrong_path, 405: f"{method} is not allowed here. Use {other}."}
             why = known.get(error.status_code, error.detail)
             await answer.send_error(errors.HttpError(error.status_code, why), extra)
         except Exception as raised:

@@ -165,7 +165,9 @@ class Gemma3Spec:
         if not 1 <= ranks <= MAX_RANKS:
             raise CheckpointError(f"tp must be at least 1 and at most {MAX_RANKS}, got {ranks}.")
         if self.num_heads % ranks:
-            raise CheckpointError(f"{self.num_heads} attention heads do not divide by tp {ranks}.")
+            fit = [str(n) for n in range(1, MAX_RANKS + 1) if self.num_heads % n == 0]
+            problem = f"{self.num_heads} attention heads do not divide by tp {ranks}."
+            raise CheckpointError(problem, fix=f"Use a tp of {', '.join(fit)}.")
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             raise CheckpointError(f"{self.num_kv_heads} KV heads can be neither split nor repeated over tp {ranks}.")
         if self.intermediate_size % ranks:

@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from wicore_trt.access.admission import Admission
-from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, write_access_line
+from wicore_trt.access.calls import CURRENT, REQUEST_ID_HEADER, Call, read_key, refuse_key, write_access_line
 from wicore_trt.access.keys import Identity
 from wicore_trt.access.log import QuietLog
 from wicore_trt.core.shares import Gate
@@ -154,8 +154,7 @@ class Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
         who = Identity() if health else self._keys.find_identity(read_key(header))
         if who is None:
             self._counts.refused["grpc"] += 1
-            fix = "Send it as metadata: authorization: Bearer KEY."
-            error = AuthenticationError("This server needs an API key.", fix=fix)
+            error = refuse_key(header, "Send it as metadata: authorization: Bearer KEY.")
             return self._refuse_call(Call.from_headers(method, Identity(), header), error)
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
         if handler is None:

@@ -128,8 +128,8 @@ class DiskSpace:
                 self._slabs.append(files.open_slab(self._slab_path(number)))
             room = self.allocated + self._space.slots_within(files.free_bytes(path) - free_bytes)
             if room < self.num_slots:
-                said = "disk tier at %s: the file system has room for %d of the %d slots that the limit allows"
-                _log.warning(said, path, room, self.num_slots)
+                said = "disk tier at %s: the disk has room for %.1f of the %.1f GiB that kv.disk_bytes allows"
+                _log.warning(said, path, *(self._space.bytes_of(slots) / (1 << 30) for slots in (room, self.num_slots)))
         except BaseException:
             self.close()
             raise
@@ -157,7 +157,8 @@ class DiskSpace:
                         raise
                     grown = False
                 if not grown and not self._short:
-                    _log.warning("disk tier at %s stays at %d slots: no more space", self._path, self.allocated)
+                    said = "disk tier at %s stays at %.1f GiB: the disk has no more room above kv.disk_free_bytes"
+                    _log.warning(said, self._path, self._space.bytes_of(self.allocated) / (1 << 30))
                 self._short = not grown
                 if not grown:
                     return False
