@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -111,6 +112,7 @@ def purge(
         try:
             wanted = typer.confirm(f"Delete {what} under {path}?", err=True)
         except typer.Abort:
+            print(file=sys.stderr)  # behind the question
             raise ConfigError("Nobody answered, and nothing was deleted.", fix="Give --yes.") from None
         if not wanted:
             print("Nothing was deleted.")

@@ -175,6 +175,16 @@ async def test_bad_messages_are_named(running, messages, param):
     assert found.status_code == 400 and error_of(found)["param"] == param, found.text
 
 
+async def test_a_prompt_that_is_not_there_is_missing_and_no_wrong_type(running):
+    for path, body, said in (
+        ("/v1/completions", {}, "prompt is missing."),
+        ("/v1/completions", {"prompt": {}}, "prompt must be a text, "),
+        ("/v1/responses", {}, "input is missing."),
+    ):
+        found = await running.post(path, body)
+        assert found.status_code == 400 and error_of(found)["message"].startswith(said), found.text
+
+
 async def test_top_logprobs_need_logprobs(running):
     found = await running.chat(top_logprobs=2)
     assert found.status_code == 400 and error_of(found)["param"] == "top_logprobs"

@@ -295,7 +295,8 @@ def parse_body(model: type[Model], fields: FieldPath, value: Mapping[str, Any]) 
     except RecursionError:
         raise _refuse_body("it is nested too deeply") from None
     whole = str(first["loc"][0]) if first["loc"] else "body"
-    if whole in UNIONS:  # the path goes on with the name of an alternative, which no client knows
+    absent = first["type"] == "missing" and len(first["loc"]) == 1
+    if whole in UNIONS and not absent:  # the path goes on with the name of an alternative, which no client knows
         raise InvalidRequestError(f"{whole} must be {UNIONS[whole]}, got {shown(first['input'])}.", field=whole)
     path = whole + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])[:128]
     if first["type"] == "missing":
