@@ -1,7 +1,7 @@
 """Apply each mutant of `cases.py` to a copy of the package and see it caught: `make test-mutants`.
 
-A mutant counts as caught when its command fails within 60 s of processor time; the same command must pass on the code
-as it is. Prints what caught it and when.
+A mutant counts as caught when its command fails; the same command must pass on the code as it is, within CPU_S each.
+Prints what caught it and when.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from cases import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU_S = 60
+CPU_S = 400  # of processor time: the campaign takes 60 s, and 110 s where another program shares the core
 CAMPAIGN = ("tests.oracle", "--lives", "450", "--seed", "7", "--first")
 
 
