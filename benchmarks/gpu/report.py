@@ -184,10 +184,12 @@ COLUMNS = (
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Table, what it rests on, and what is absent."""
+    """Table, what it rests on, and what is absent. Figures that nobody asked for have no row."""
     found = [cells_of(COLUMNS), cells_of(["---"] * len(COLUMNS))]
     for line in lines(document):
         ours, peer = line.ours, line.peer
+        if ours is None is peer and line.reason == line.peer_reason == NOT_MEASURED:
+            continue
         cells = (
             line.title,
             _ms(ours) + _verdict(line) if ours is not None else line.reason,

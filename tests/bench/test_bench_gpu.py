@@ -114,7 +114,7 @@ def test_the_table_has_medians_bounds_goals_and_the_peer():
     started = {"config": "bf16", "ready_s": 21.0, "first_answer_s": 21.5, "tokens": 16}
     text = markdown(document(ours=ours, peer={"bf16": peer}, startup=started))
     table = cells(text)
-    assert len(table) == 2 + len(FIGURES) + 1 and len({len(r) for r in table.values()}) == 1
+    assert len({len(r) for r in table.values()}) == 1
     assert table["27B BF16 decode, batch 1, ms/token"][1:] == [
         "19.0 (must held)", "18.9", "18.2", "96%", "19.5", "18.3", "22.0", "1.16x",
     ]  # fmt: skip
@@ -124,8 +124,8 @@ def test_the_table_has_medians_bounds_goals_and_the_peer():
     assert table["27B BF16 prefill 1 x 1,024, ms"][1:3] == ["80.0 (must held)", "-"]
     assert table["27B BF16 prefill 1 x 1,024, ms"][7:] == ["90.0", "1.12x"]
     assert [table["27B start to serving, ms"][i] for i in (1, 7)] == ["21,000 (must held)", "55,000"]
-    for title in ("27B BF16 decode, batch 32, ms/token", "27B FP8 weights prefill 32 x 1,024, ms"):
-        assert table[title][1] == table[title][7] == "not measured" and table[title][8] == "-"
+    assert table["27B FP8 weights decode, batch 8, ms/token"][7:] == ["not measured", "-"]
+    assert not {"27B BF16 decode, batch 32, ms/token", "27B FP8 weights prefill 32 x 1,024, ms"} & table.keys()
 
 
 def test_absent_figures_say_why_and_are_never_made_up():
@@ -140,7 +140,7 @@ def test_absent_figures_say_why_and_are_never_made_up():
     assert table["27B FP8 weights decode, batch 8, ms/token"][1] == "EngineFormatError"
     assert table["27B FP8 weights decode, batch 8, ms/token"][3] == "-"  # no bound without rates
     assert table["27B FP8 weights decode, batch 8, ms/token"][7] == "exit code 1: out / of memory"
-    assert table["27B BF16 decode, batch 1, ms/token"][7] == "not measured"
+    assert "27B BF16 decode, batch 1, ms/token" not in table  # nobody asked for it
     assert "- Absent: vllm fp8 failed: exit code 1" in text
     elsewhere = cells(markdown(document(gpu={"name": "NVIDIA L20"}, ours=[row("fp8", 1, 1, 30)])))
     assert elsewhere["27B FP8 weights decode, batch 1, ms/token"][1] == "30.0"  # goals are of one GPU
