@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from wicore_trt.cli._options import complete_recipes
 from wicore_trt.cli._vllm import ServeCommand
-from wicore_trt.errors import EngineFormatError, EnvironmentUnfitError, check_extras
+from wicore_trt.errors import ConfigError, EngineFormatError, EnvironmentUnfitError, check_extras
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,11 @@ def command(
     if engine_or_recipe is None and not print_config:
         raise typer.BadParameter("Name an engine directory or a recipe.", param_hint="ENGINE|RECIPE")
     recipe, where = None, Path(engine_or_recipe or ".")
+    if where.suffix in (".gguf", ".safetensors") and where.is_file():
+        from wicore_trt.files import quote_arg
+
+        fix = f"Build one: wicore build {quote_arg(where)} engines/{quote_arg(where.stem)}"
+        raise ConfigError(f"{where} is a model; an engine or a recipe is needed.", fix=fix)
     if not where.is_dir() and (where.suffix in (".yaml", ".yml") or where.name == engine_or_recipe):
         recipe = engine_or_recipe  # a bare name or a YAML file, and no engine directory, present or not
     if grpc_port is not None and None not in (port, http_port):

@@ -229,9 +229,6 @@ class ServerSettings:
             raise ValueError("tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
-        socket = self.host.startswith("unix:")
-        if self.port and self.port == self.http_port and self.http_host in (None, self.host) and not socket:
-            raise ValueError(f"port and http_port are both {self.port}: gRPC and HTTP need one each")
 
 
 @settings(config=_STRICT, frozen=True)
@@ -385,11 +382,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     names = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in KEYS}
     found: dict[str, tuple[Any, str]] = {}
     for name in sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in ENV_OTHER):
-        if name not in names:
-            if _OF_A_SERVICE.fullmatch(f"{name}={environ[name]}"):
-                continue
+        if name in names:
+            found[names[name]] = (environ[name], f"env {name}")
+        elif not _OF_A_SERVICE.fullmatch(f"{name}={environ[name]}"):
             raise ConfigError(f"environment variable {name} is not a setting.", fix=did_you_mean(name, names))
-        found[names[name]] = (environ[name], f"env {name}")
     return found
 
 

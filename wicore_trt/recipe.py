@@ -16,11 +16,10 @@ from typing import Any
 import yaml
 
 from wicore_trt.errors import ConfigError
-from wicore_trt.files import UntrustedFiles, quote_arg
+from wicore_trt.files import UntrustedFiles
 
 PACKAGE = "wicore_trt.recipes"
 SUFFIX = ".yaml"
-MODELS = (".gguf", ".safetensors")
 _LISTED = 20  # most names in a message; only settings are more
 REMOVED = dict.fromkeys(("server.fronts", "WICORE_SERVER__FRONTS"), "Remove it: a server has one front.")
 """Advice on settings that are no more."""
@@ -34,9 +33,6 @@ def resolve_recipe(recipe: str | Path) -> Path:
     """Find the file of a packaged recipe's name, or of a path. Raises ConfigError with the names that exist."""
     path = Path(recipe)
     if os.path.exists(path) and not os.path.isdir(path):
-        if path.suffix in MODELS:
-            fix = f"Build one: wicore build {quote_arg(path)} engines/{quote_arg(path.stem)}"
-            raise ConfigError(f"{path} is a model; an engine or a recipe is needed.", fix=fix)
         return path
     text = str(recipe)
     names = list_recipes()

@@ -153,12 +153,7 @@ def test_tiers_without_a_prefix_cache_are_refused_where_they_are_written(tmp_pat
     assert resolve_settings(None, off).settings.kv == KVSettings(prefix_cache=False)
 
 
-def test_one_port_or_gpu_for_two_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^--grpc-port: port and http_port are both 8000"):
-        resolve_settings(None, {"server.port": Flag("--grpc-port", 8000)}, {})
-    for apart in ({"server.http_host": "127.0.0.2"}, {"server.host": "unix:/a"}, {"server.http_port": 0}):
-        resolve_settings(None, {"server.port": 8000} | apart, {})
-    resolve_settings(None, {"server.port": 0, "server.http_port": 0}, {})
+def test_one_gpu_for_two_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="env WICORE_EXECUTOR__DEVICES: .*devices names one GPU twice: 1,0,1"):
         resolve_settings(environ={"WICORE_EXECUTOR__DEVICES": "1,0,1"})
 

@@ -85,6 +85,8 @@ def value_of(settings, key):
         (["serve", "no-such-recipe"], 3, "no directory and no recipe 'no-such-recipe'"),
         (["serve", "gemma3-270m-cpu"], 4, "wicore build --recipe gemma3-270m-cpu"),
         (["serve", "engines/missing"], 4, "wicore build SOURCE engines/missing"),
+        (["serve", ".", "--grpc-port", "8000"], 3, "server.port and server.http_port are both 8000"),
+        (["serve", ".", "--grpc-port", "8000", "--http-host", "192.0.2.1", "--insecure"], 4, "8000"),
         (["serve", "missing.yaml"], 3, "recipe missing.yaml does not exist"),
         (
             ["serve", "model.gguf"],

@@ -118,6 +118,10 @@ def check_server(settings: ServerSettings) -> None:
     """Raise ConfigError for bad TLS files and an open door, EnvironmentUnfitError for addresses that cannot be used."""
     check_exposure(settings)
     read_tls(settings)
+    apart = settings.port == 0 or settings.host.startswith("unix:") or find_http_host(settings) != settings.host
+    if settings.port == settings.http_port and not apart:
+        problem = f"server.port and server.http_port are both {settings.port}; gRPC and HTTP need one each."
+        raise ConfigError(problem, fix="Give another --grpc-port or --http-port.")
     check_free(settings.host, settings.port)
     if settings.http_port is not None:
         check_free(find_http_host(settings), settings.http_port, "--http-port")
