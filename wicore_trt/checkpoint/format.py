@@ -267,18 +267,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     `FileRecord.parts`). Raises CheckpointError that says what is wrong and how to make the directory again."""
     path = Path(path)
     config = _read_config(path)
-    block = config.get("wicore")
-    if not isinstance(block, dict) or config.get("architecture") != "Gemma3ForCausalLM":
-        fix = "Convert the original model: wicore convert"
-        raise CheckpointError(f"{path / CONFIG} was not written by wicore.", fix=fix)
-    if block.get("format_version") not in (FORMAT_VERSION, BLOCKS_VERSION):
-        reads = f"this version reads {FORMAT_VERSION} and {BLOCKS_VERSION}."
-        problem = f"{path} has checkpoint format {shown(block.get('format_version'))}; {reads}"
-        raise CheckpointError(problem, fix="Convert it again or update wicore-trt.")
-    rebuild = _find_rebuild_command(path, config)
-    broken = describe_broken_seal(_check_seal(config), block.get(SEAL))
-    if broken:
-        raise CheckpointError(f"{path / CONFIG} was edited or damaged: {broken}.", fix=rebuild)
+    block, rebuild = config["wicore"], _find_rebuild_command(path, config)
     try:
         spec = Gemma3Spec.from_dict(block["spec"], f"{path / CONFIG}: wicore.spec")
         dtype, tp_size = str(config["dtype"]), int(config["mapping"]["tp_size"])
@@ -311,19 +300,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     unlisted = [file.name for file in tables if file.name not in files or not files[file.name].parts]
     if unlisted:
         raise CheckpointError(f"{path / CONFIG} does not list {', '.join(unlisted)}.", fix=rebuild)
-    for name, record in files.items():
-        if Path(name).name != name or not is_present(path / name):
-            raise CheckpointError(f"{path} lacks {name}.", fix=rebuild)
-        size = UntrustedFiles(path, fix=rebuild).check_file(path / name)
-        if size != record.bytes:
-            raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=rebuild)
-    for file, entries in tables.items():
-        held = SafetensorsFile(file, UntrustedFiles(path, fix=rebuild)).tensors
-        for name, tag, shape in entries:
-            info = held.get(name)
-            if info is None or info.dtype != tag or info.shape != shape:
-                found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
-                raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=rebuild)
+    _check_files(path, files, tables, fix=rebuild)
     return Checkpoint(
         spec, dtype, weights, tp_size, kv_scales=opened.kv_scales, path=path, config=config, rank_files=ranks,
         tokenizer_files=[path / n for n in TOKENIZER_FILES if n in files],
@@ -333,15 +310,49 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Read config.json, and check that it is a checkpoint's and as it was written."""
     if not path.is_dir():
         fix = f"Make it: wicore convert SOURCE {quote_arg(path)}"
         raise CheckpointError(f"{path} is not a checkpoint directory.", fix=fix)
     if not is_present(path / CONFIG):
         fix = "Run: wicore convert SOURCE OUTPUT, to a new directory"
         raise CheckpointError(f"{path} has no {CONFIG}: it is not a checkpoint.", fix=fix)
-    return UntrustedFiles(path, fix="Convert the original model again, to a new directory.").read_json(
-        path / CONFIG, limit=LIST_BYTES
-    )
+    files = UntrustedFiles(path, fix="Convert the original model again, to a new directory.")
+    config = files.read_json(path / CONFIG, limit=LIST_BYTES)
+    block = config.get("wicore")
+    if not isinstance(block, dict) or config.get("architecture") != "Gemma3ForCausalLM":
+        fix = "Convert the original model: wicore convert"
+        raise CheckpointError(f"{path / CONFIG} was not written by wicore.", fix=fix)
+    if block.get("format_version") not in (FORMAT_VERSION, BLOCKS_VERSION):
+        reads = f"this version reads {FORMAT_VERSION} and {BLOCKS_VERSION}."
+        problem = f"{path} has checkpoint format {shown(block.get('format_version'))}; {reads}"
+        raise CheckpointError(problem, fix="Convert it again or update wicore-trt.")
+    broken = describe_broken_seal(_check_seal(config), block.get(SEAL))
+    if broken:
+        raise CheckpointError(
+            f"{path / CONFIG} was edited or damaged: {broken}.", fix=_find_rebuild_command(path, config)
+        )
+    return config
+
+
+def _check_files(
+    path: Path, records: Mapping[str, FileRecord], tables: Mapping[Path, list[TensorEntry]], *, fix: str
+) -> None:
+    """Check that every file has its recorded size, and every weight file the tensors of its table."""
+    files = UntrustedFiles(path, fix=fix)
+    for name, record in records.items():
+        if Path(name).name != name or not is_present(path / name):
+            raise CheckpointError(f"{path} lacks {name}.", fix=fix)
+        size = files.check_file(path / name)
+        if size != record.bytes:
+            raise CheckpointError(f"{path / name} has {size} bytes, not {record.bytes}.", fix=fix)
+    for file, entries in tables.items():
+        held = SafetensorsFile(file, files).tensors
+        for name, tag, shape in entries:
+            info = held.get(name)
+            if info is None or info.dtype != tag or info.shape != shape:
+                found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+                raise CheckpointError(f"{file}: {name} should be {tag} {list(shape)}, it is {found}.", fix=fix)
 
 
 def _find_rebuild_command(path: Path, config: Mapping[str, Any]) -> str:
