@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import tiny_source
 from wicore_trt.cores import count_cores
 
 pytest.importorskip("triton", reason="pip install -e .[triton]")
+
+from wicore_trt.backends.triton.compile import hold_interrupts
 
 SIZES = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 STARTED = 30.0  # seconds until there must be workers, on a busy machine
@@ -55,3 +59,26 @@ def test_no_worker_outlives_the_build(number: signal.Signals, tmp_path: Path, mo
         assert "Traceback" not in told
         assert build.returncode == 130 and told.splitlines()[-1] == "interrupted", told
         assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+
+
+def test_an_interrupt_that_another_thread_gets_is_held_back() -> None:
+    """As a library's threads do, this one does not block it; Python handles it in the main thread."""
+    ended, reached = threading.Event(), False
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    come, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno())
+    try:
+        with pytest.raises(KeyboardInterrupt), hold_interrupts():
+            assert thread.ident is not None
+            signal.pthread_kill(thread.ident, signal.SIGINT)
+            assert come.recv(1) == bytes([signal.SIGINT])  # the other thread has got it
+            reached = True
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        thread.join()
+        come.close()
+        told.close()
+    assert reached

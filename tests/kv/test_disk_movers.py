@@ -371,7 +371,7 @@ def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native, "find_calls", calls_of)
     files, ends, begun = Gate(), list[str](), list[bool]()
     files.open_again.set()
-    store = open_store(tmp_path, files=files, threads=2)
+    store = open_store(tmp_path, files=files, threads=1)
     begin = store._mover.begin
     monkeypatch.setattr(
         store._mover, "begin", lambda moves, *rest: (begin(moves, *rest), begun.append(moves[0].write))[0]
@@ -386,7 +386,7 @@ def test_a_write_waits_for_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wait_until(lambda: True in begun)
     files.open_again.set()
     wait_until(lambda: len(ends) == 61)
-    assert ends.index("write") < 24
+    assert ends.index("write") == 16  # kReadsFirst; by one thread, which reports in the order of its moves
     store.close()
 
 

@@ -46,7 +46,7 @@ def test_a_full_file_system_costs_pages_and_no_request(tmp_path: Path, honest: b
         pytest.skip("this system lets no user mount a file system of their own")
     ended = in_small_file_system(SIZE, tmp_path, sys.executable, __file__, str(tmp_path), str(SEED), str(int(honest)))
     assert ended.returncode == 0, f"seed {SEED}\n{ended.stdout}{ended.stderr}"
-    assert ended.stderr.count("no more space") == 2, "it is told once each time that the room goes"
+    assert ended.stderr.count("no more room") == 2, "it is told once each time that the room goes"
 
 
 def take_all_room(path: Path) -> None:

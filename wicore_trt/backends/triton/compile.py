@@ -51,7 +51,7 @@ def compile_listed(
         with _kill_on_failure(
             ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker, initargs=given)
         ) as pool:
-            with _hold_interrupts():
+            with hold_interrupts():
                 futures = [pool.submit(_compile_named, shape, target, name) for name in names]
             for future in as_completed(futures):
                 report_done(future.result())
@@ -64,13 +64,20 @@ def compile_table(shape: EngineShape, target: str, workers: int | None = None) -
 
 
 @contextmanager
-def _hold_interrupts() -> Iterator[None]:
-    """Hide Ctrl-C, which a terminal sends to all, from processes started meanwhile; this one ends them."""
+def hold_interrupts() -> Iterator[None]:
+    """Hide Ctrl-C, which a terminal sends to all, from processes started meanwhile, and hold it back here. A thread
+    that does not block it may get it, and the main thread would raise before a process has what it needs to start."""
+    held, main = list[int](), threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number)) if main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
