@@ -266,26 +266,46 @@ def test_groups_of_layers_must_be_alike() -> None:
             EngineShape(spec, "bfloat16", BF16, "bfloat16", 32)
 
 
+def build_dummy(path: Path, target: str, model: str, dtype: str, kv_dtype: str, ranks: int) -> set[str]:
+    """Compile the kernels of an engine without weights; return their names."""
+    given = {"dtype": dtype, "kv_dtype": kv_dtype, "tp_size": ranks, "dummy": DummyModel(model, builtin_spec(model))}
+    engine = build_engine("none", path / "engine", backend="triton", targets=[target], **given)  # type: ignore[arg-type]
+    table = read_table(engine.read, engine.path, target)
+    assert table is not None
+    return {entry.kernel.name for entry in table.all_entries()}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm86"])
 @pytest.mark.parametrize(
-    ("model", "dtype", "kv_dtype"),
+    ("model", "dtype", "kv_dtype", "ranks"),
     [
-        ("gemma3-27b", "fp8", "fp8"),
-        ("gemma3-27b", "float16", "auto"),
-        ("gemma3-27b", "q4_0", "fp8"),
-        ("gemma3-270m", "bfloat16", "auto"),
+        ("gemma3-27b", "fp8", "fp8", 1),
+        ("gemma3-27b", "float16", "auto", 2),
+        ("gemma3-27b", "q4_0", "fp8", 1),
+        ("gemma3-270m", "bfloat16", "auto", 1),
     ],
 )
-def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, target: str, tmp_path: Path) -> None:
-    engine = build_engine(
-        "none",
-        tmp_path / "engine",
-        backend="triton",
-        targets=[target],
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        dummy=DummyModel(model, builtin_spec(model)),
+def test_all_kernels_compile(model: str, dtype: str, kv_dtype: str, ranks: int, target: str, tmp_path: Path) -> None:
+    assert len(build_dummy(tmp_path, target, model, dtype, kv_dtype, ranks)) > 25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm86"])
+@pytest.mark.parametrize(
+    ("model", "dtype", "kv_dtype", "ranks"),
+    [
+        ("gemma3-27b", "fp8", "fp8", 2),
+        ("gemma3-27b", "q4_0", "fp8", 4),
+    ],
+)
+def test_kernels_of_several_ranks_compile(
+    model: str, dtype: str, kv_dtype: str, ranks: int, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges and the norms in which ranks sum; others differ from one rank's by sizes alone."""
+    monkeypatch.setattr(
+        triton_compile, "list_kernels", lambda *of: [p for p in list_kernels(*of) if "RANKS" in p.spec.constants]
     )
-    table = read_table(engine.read, engine.path, target)
-    assert table is not None and len({e.kernel.name for e in table.all_entries()}) > 25
+    names = build_dummy(tmp_path, target, model, dtype, kv_dtype, ranks)
+    kinds = ("meet", "gather", "push", "pull", "collect", "own")[: 6 if ranks > 2 else 4]
+    assert all(any(f"{kind}{ranks}_" in name for name in names) for kind in kinds)
