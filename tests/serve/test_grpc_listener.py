@@ -57,7 +57,7 @@ async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_and_ends_no_s
             held.append(await attacked(server.address, path))
             assert await ask(server.address) == expected("new", 5)[0]
         if kind == "unix":  # a socket that was removed is made again
-            (tmp_path / "socket").unlink()
+            (tmp_path / "socket").unlink(missing_ok=True)  # gRPC may just have removed it with a broken server
             assert await ask(server.address) == expected("new", 5)[0]
         texts = [r.delta.text or r.finish.delta.text for r in [first, *await rest_of(stream)]]
         assert "".join(texts) == expected("old", 300)[0]
