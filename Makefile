@@ -8,7 +8,9 @@ NATIVE := CMakeLists.txt $(shell find plugins/cpu -type f)
 
 setup: .venv/.setup  ## virtual environment with everything, in .venv
 .venv/.setup: pyproject.toml $(NATIVE)
-	test -x $(PY) || $(PYTHON) -m venv .venv && $(PY) -m pip install -q --upgrade "pip>=25.1"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv  # also one left without pip, where python3-venv was absent
+	@echo "Installing 3 GB of packages into .venv; this takes minutes."
+	$(PY) -m pip install -q --upgrade "pip>=25.1"
 	$(PY) -m pip install -q -e ".[all]" "$(TORCH)" --group dev
 	@$(PY) -m wicore_trt.plugins.cpu_library && touch $@  # pip hides what the build says
 

@@ -79,10 +79,9 @@ def serve() -> tuple[subprocess.Popen[str], str, str]:
     raise SystemExit(f"the server ended with exit code {server.wait()}")
 
 
-def wait_until_serving(channel: grpc.Channel, server: subprocess.Popen[str]) -> None:
+def wait_until_serving(channel: grpc.Channel, server: subprocess.Popen[str], started: float) -> None:
     """Ask the standard health service until the engine is loaded and warm."""
     check = health_pb2_grpc.HealthStub(channel).Check
-    started = time.perf_counter()
     while server.poll() is None:
         if check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING:
             print(f"ready after {time.perf_counter() - started:.1f} s")
@@ -139,10 +138,11 @@ def try_it(url: str, server: subprocess.Popen[str]) -> None:
 def main() -> None:
     began = time.monotonic()
     build()
+    started = time.perf_counter()
     server, address, url = serve()
     try:
         with grpc.insecure_channel(address) as channel:
-            wait_until_serving(channel, server)
+            wait_until_serving(channel, server, started)
             stub = rpc.InferenceServiceStub(channel)
             step("First request")
             ask(stub, STORY)
