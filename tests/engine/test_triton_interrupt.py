@@ -68,7 +68,8 @@ def test_an_interrupt_that_another_thread_gets_is_held_back() -> None:
     thread.start()
     come, told = socket.socketpair()
     told.setblocking(False)
-    before = signal.set_wakeup_fd(told.fileno())
+    before, handler = signal.set_wakeup_fd(told.fileno()), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt), hold_interrupts():
             assert thread.ident is not None
@@ -76,6 +77,7 @@ def test_an_interrupt_that_another_thread_gets_is_held_back() -> None:
             assert come.recv(1) == bytes([signal.SIGINT])  # the other thread has got it
             reached = True
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.set_wakeup_fd(before)
         ended.set()
         thread.join()
