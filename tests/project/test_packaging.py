@@ -117,7 +117,7 @@ def test_a_checkout_runs_without_being_installed(tmp_path: Path) -> None:
 def test_wheel_has_the_native_library(installed: Path, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from wicore_trt.cli._checks import check_machine\n"
-        "rows = {r.name: r for r in check_machine(engine=None, cache_dir=Path('.'), port=0)}\n"
+        "rows = {r.name: r for r in check_machine(engine=None, cache_dir=Path('.'), port=0, http_port=0)}\n"
         "print(rows['native kernels'])"
     )
     assert "state='ok'" in in_wheel(installed, code, tmp_path)
