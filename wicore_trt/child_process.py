@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PF_EXITING = 4  # linux/sched.h
+_PF_ENDING = 0x4 | 0x8 | 0x200  # linux/sched.h: PF_EXITING, and PF_POSTCOREDUMP and PF_DUMPCORE of one that dumps core
 ENDED = "has ended"
 _CODE = """
 import json, sys
@@ -70,7 +70,7 @@ def find_halt(pid: int) -> str | None:
     memory back before its sockets close, 10 GiB a second."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ended = state in "ZX" or int(fields[5]) & _PF_EXITING
+        ended = state in "ZX" or int(fields[5]) & _PF_ENDING
         return ENDED if ended else "was stopped by a signal" if state == "T" else None
     return None
 

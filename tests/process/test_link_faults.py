@@ -19,6 +19,7 @@ from wicore_trt.link.messages import (
     Abort,
     Add,
     Done,
+    Down,
     Outputs,
     Welcome,
     decode_to_engine,
@@ -69,6 +70,29 @@ async def test_an_add_that_was_not_answered_raises_and_makes_no_output():
     with pytest.raises(EngineDeadError, match="its process ended"):
         await adding
     assert not outputs and remote.channel is None
+
+
+async def test_an_engine_that_is_left_loses_neither_its_reason_nor_what_it_has_sent():
+    """The supervisor tells of its end while the front was busy."""
+    outputs: list[TokenOutput] = []
+    remote = RemoteEngine()
+    await remote.start(outputs.extend)
+    theirs = await join_remote(remote)
+    theirs.setblocking(False)
+    for name in ("1/0", "1/1"):
+        adding = asyncio.ensure_future(remote.add(GenerateRequest(name, (1, 2), SamplingParams(max_tokens=4))))
+        await asyncio.sleep(0)
+        message = decode_to_engine((await asyncio.get_running_loop().sock_recv(theirs, 1 << 16))[4:])
+        theirs.sendall(framed(Done(message.call)))
+        await adding
+    last = TokenOutput("1/0", 0, (5,), finish_reason=FinishReason.LENGTH, usage=Usage(2, 1))
+    theirs.sendall(framed(Outputs([last])) + framed(Down("rank 1 has ended")))
+    remote.leave_engine("its process has ended")
+    assert [(o.request_key, o.finish_reason) for o in outputs] == [
+        ("1/0", FinishReason.LENGTH), ("1/1", FinishReason.ERROR)
+    ]  # fmt: skip
+    assert remote.dead == "rank 1 has ended" and remote.dead in outputs[1].error
+    theirs.close()
 
 
 async def test_statistics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch):

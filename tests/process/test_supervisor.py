@@ -324,12 +324,25 @@ async def test_requests_end_before_the_process_of_an_engine_that_will_not_go_on(
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
 
 
+async def test_an_engine_whose_first_thread_alone_has_ended_is_replaced(tmp_path):
+    async with supervised(tmp_path, server={"watchdog_s": 2.0}) as server:
+        await serving(server)
+        [first] = server.alive("engine")
+        os.kill(first, signal.SIGUSR2)
+        async with asyncio.timeout(30):
+            while server.alive("engine") in ([], [first]):
+                await asyncio.sleep(0.05)
+        await server.until_serving()
+
+
 @pytest.mark.parametrize(
     ("told", "halt"),
     [
         *[(f"{state} 1 1 1 0 -1 4194560", None) for state in "RSDt"],
         ("T 1 1 1 0 -1 4194560", "was stopped by a signal"),
         *[(f"{state} 1 1 1 0 -1 4227084", "has ended") for state in "ZR"],
+        ("R 1 1 1 0 -1 4195840", "has ended"),  # its first thread writes a core file
+        ("I 1 1 1 0 -1 4194568", "has ended"),  # another one writes it
     ],
 )
 def test_a_process_that_was_stopped_or_ends_is_told_from_others(tmp_path, monkeypatch, told, halt):

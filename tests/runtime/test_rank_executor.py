@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,24 @@ def test_logits_are_those_of_one_rank(
 def greedy_slice() -> SequenceSlice:
     params = SamplingParams(temperature=0.0)
     return SequenceSlice(1, [3, 4], 0, dict.fromkeys(PAGES, [0]), sample=True, params=params, prompt_len=2)
+
+
+def test_a_rank_beats_on_when_the_first_one_was_suspended_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z in a program that runs the engine itself: nobody reads for longer than a message may wait."""
+    monkeypatch.setattr(ranks, "SEND_S", 0.25)
+    monkeypatch.setattr(rank_process, "BEAT_S", 0.001)
+    ours, theirs = socket.socketpair()
+    beats = threading.Thread(target=rank_process.send_beats, args=(ranks.MessageSocket(theirs),), daemon=True)
+    beats.start()
+    time.sleep(2.0)
+    ours.setblocking(False)
+    with suppress(BlockingIOError):
+        while ours.recv(1 << 16):
+            pass
+    assert select.select([ours], [], [], 5.0)[0], "it beats no more"
+    ours.close()
+    beats.join(60)
+    assert not beats.is_alive()
 
 
 @pytest.mark.parametrize("way", ["has ended", "was stopped by a signal", "hangs"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
 import threading
 from collections import deque
@@ -84,6 +85,13 @@ class Channel:
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._closed()
+
+    def read_sent(self) -> None:
+        """Handle what the other side has sent and is here."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while self._open and poll.poll(0):
+            self._read_messages()
 
     def _call_soon(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended

@@ -107,7 +107,9 @@ class RemoteEngine(EnginePort):
     def leave_engine(self, why: str) -> None:
         """Leave an engine that answers no more, before its link breaks."""
         if self.channel is not None:
-            self.dead = why
+            self.channel.read_sent()
+        if self.channel is not None:
+            self.dead = why if self.dead in (None, STARTING) else self.dead  # it may have said more
             self.channel.close()
 
     def _require_channel(self) -> Channel:

@@ -196,6 +196,7 @@ class Supervisor:
         if engine.loaded and self._front.process is not None:  # the link may break much later
             self._front.process.control.send("lost", replica=[*self._engines].index(name), why=why)
         if halt == ENDED:
+            loop.call_later(limit_s, process.kill)  # others of its threads may go on
             return
         log.error("the %s is stuck: %s; the stacks of its threads follow", name, why)
         if engine.loaded:

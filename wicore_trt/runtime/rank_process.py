@@ -39,7 +39,7 @@ def main(start: Mapping[str, Any]) -> None:
         os.set_inheritable(fd, False)
     peers = {int(rank): socket.socket(fileno=fd) for rank, fd in start["peers"].items()}
     control = MessageSocket(socket.socket(fileno=start["control"]))
-    threading.Thread(target=_send_beats, args=(control,), name="wicore-rank-beats", daemon=True).start()
+    threading.Thread(target=send_beats, args=(control,), name="wicore-rank-beats", daemon=True).start()
     try:
         exchange = RankExchange(start["rank"], start["ranks"], start["memory"], peers)
         os.close(start["memory"])
@@ -56,10 +56,11 @@ def main(start: Mapping[str, Any]) -> None:
         log.exception("this rank ends")
 
 
-def _send_beats(control: MessageSocket) -> None:
+def send_beats(control: MessageSocket) -> None:
     with suppress(OSError):
         while True:
-            control.send("beat")
+            if control.has_room():  # else rank 0 is suspended, and reads beats when it goes on
+                control.send("beat")
             time.sleep(BEAT_S)
 
 

@@ -83,6 +83,12 @@ class MessageSocket:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(1e3 * seconds))
 
+    def has_room(self) -> bool:
+        """Tell whether a small message would be sent at once, or raise at once because the other side has ended."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        return bool(poll.poll(0))
+
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """Receive the next message and its descriptors; None when the other side has ended."""
         header, fds, _, _ = socket.recv_fds(self._sock, 4, 1)
