@@ -324,6 +324,27 @@ async def test_requests_end_before_the_process_of_an_engine_that_will_not_go_on(
             assert await answer(stub, "a few", 5) == expected("a few", 5)[0]
 
 
+async def test_a_stop_of_an_engine_ends_requests_also_while_the_server_drains(tmp_path):
+    hold = tmp_path / "hold"
+    async with supervised(tmp_path, hold=str(hold), ranks=2, dump_s=0.1, server={"grace_s": 20.0}) as server:
+        await serving(server)
+        [engine] = server.alive("engine")
+        hold.touch()
+        async with server.stub() as stub:
+            stream = stub.Generate(request("waits", 1000))
+            await stream.read()
+            server.process.send_signal(signal.SIGTERM)
+            await server.log_line("draining")
+            suspend_process(engine)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async with asyncio.timeout(10):
+                    while True:
+                        await stream.read()
+            assert "its process was stopped by a signal" in caught.value.details()
+        code, log = await server.end()
+        assert "ERROR" not in log.partition("is stuck")[2], log
+
+
 async def test_an_engine_whose_first_thread_alone_has_ended_is_replaced(tmp_path):
     async with supervised(tmp_path, server={"watchdog_s": 2.0}) as server:
         await serving(server)

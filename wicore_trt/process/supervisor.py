@@ -181,7 +181,7 @@ class Supervisor:
 
     def _watch_engine(self, name: str, process: Child | None) -> None:
         limit_s, engine = self._loaded.settings.server.watchdog_s, self._engines[name]
-        if process is None or process is not engine.process or self._stopping or limit_s is None:
+        if process is None or process is not engine.process or limit_s is None:
             return
         loop, ranked = asyncio.get_running_loop(), engine.ranks > 1
         silent_s, stuck_s = engine.silent_s, max(engine.silent_s, engine.stuck_s)

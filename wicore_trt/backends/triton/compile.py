@@ -68,7 +68,9 @@ def hold_interrupts() -> Iterator[None]:
     """Hide Ctrl-C, which a terminal sends to all, from processes started meanwhile, and hold it back here. A thread
     that does not block it may get it, and the main thread would raise before a process has what it needs to start."""
     held, main = list[int](), threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number)) if main else None
+    handler = signal.getsignal(signal.SIGINT) if main else None  # None, too, if no code of Python has set it
+    if handler is not None:
+        signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
