@@ -285,7 +285,6 @@ def _read_settings(
 
 def _measure_machine(settings: Settings, report: Progress) -> Roof:
     """Measure this machine; returns the bounds of the engine of `settings` on it."""
-
     from wicore_trt.bench.bound import ModelCost, measure_rates
     from wicore_trt.bench.report import Roof
     from wicore_trt.cores import count_cores

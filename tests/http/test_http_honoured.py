@@ -128,7 +128,7 @@ async def test_token_ids_are_told(running):
 
 
 async def test_texts_of_tokens_are_made_beside_the_event_loop():
-    """Those of 128K tokens take it some 50 ms, for which every stream would stand still."""
+    """Decoding 128K tokens takes some 50 ms, for which every stream would stand still."""
     threads: set[int] = set()
 
     class Spelt(bytes):

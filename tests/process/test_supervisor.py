@@ -297,7 +297,7 @@ async def test_a_stuck_engine_is_ended_with_its_stacks_and_the_next_one_serves(t
 
 @pytest.mark.parametrize("how", ["was stopped by a signal", "has ended"])
 async def test_requests_end_before_the_process_of_an_engine_that_will_not_go_on(tmp_path, how):
-    """One of several ranks, or one whose first thread has ended while others live: so it looks while memory is given
+    """An engine of several ranks, or whose first thread has ended while others live: so it looks while memory is given
     back."""
     hold, far = tmp_path / "hold", 3600.0
     options = {"ranks": 2 if "signal" in how else 1, "quiet_s": far, "dump_s": far, "server": {"watchdog_s": far}}

@@ -276,7 +276,7 @@ def test_a_rank_beats_on_when_the_first_one_was_suspended_for_long(monkeypatch: 
 def test_a_rank_that_dies_or_hangs_ends_the_engine_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """One that was killed or stopped also between steps; another that is silent in a step, but for no known reason."""
+    """A rank that was killed or stopped also between steps; another that is silent in a step, for no known reason."""
     write_tiny_source(tmp_path / "source")
     executor = open_tiny(tmp_path, 2)
     assert isinstance(executor, RankedExecutor)

@@ -79,15 +79,16 @@ class MessageSocket:
 
     def has_message(self, seconds: float) -> bool:
         """Wait so long for a message, or the other side's end. Raises ValueError when this end is closed."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(1e3 * seconds))
+        return self._wait_for(select.POLLIN, seconds)
 
     def has_room(self) -> bool:
         """Tell whether a small message would be sent at once, or raise at once because the other side has ended."""
+        return self._wait_for(select.POLLOUT, 0.0)
+
+    def _wait_for(self, event: int, seconds: float) -> bool:
         poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
-        return bool(poll.poll(0))
+        poll.register(self._sock, event)
+        return bool(poll.poll(1e3 * seconds))
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """Receive the next message and its descriptors; None when the other side has ended."""
